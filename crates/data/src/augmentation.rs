@@ -55,13 +55,30 @@ const SAMPLE_DOMAIN: [u8; 16] = *b"sample/1\0\0\0\0\0\0\0\0";
 
 impl View {
     /// The rows and columns of the view that lie in an image of this height and width.
-    pub(super) fn inside(&self, height: usize, width: usize) -> [Range<usize>; 2] {
+    pub(super) fn inside(&self, [height, width]: [usize; 2]) -> [Range<usize>; 2] {
         let within = |first: isize, count: usize, size: usize| {
             let start = first.min(0).unsigned_abs().min(count);
             let end = size.saturating_add_signed(first.saturating_neg()).min(count);
             start..end.max(start)
         };
         [within(self.top, self.height, height), within(self.left, self.width, width)]
+    }
+
+    /// For each row of the view that shows something of an image of this height and width: the places in the view, h x w, and the
+    /// places in the image, H x W, that they show, from right to left if the view is mirrored.
+    pub(super) fn rows(
+        &self,
+        size @ [_, width]: [usize; 2],
+    ) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
+        let [rows, columns] = self.inside(size);
+        let first = self.left.saturating_add_unsigned(columns.start).unsigned_abs();
+        let place = if self.flipped { self.width - columns.end } else { columns.start };
+        let (top, own_width, len) = (self.top, self.width, columns.len());
+        rows.filter(move |_| len > 0).map(move |row| {
+            let (to, from) =
+                (row * own_width + place, top.saturating_add_unsigned(row).unsigned_abs() * width + first);
+            (to..to + len, from..from + len)
+        })
     }
 }
 
@@ -296,11 +313,11 @@ mod tests {
             let view = View { top: first, left: first, height: count, width: count, flipped: false };
             let expected: Vec<usize> =
                 (0..count).filter(|&row| (0..size as isize).contains(&(first + row as isize))).collect();
-            for found in view.inside(size, size) {
+            for found in view.inside([size, size]) {
                 assert!(found.end <= count && found.eq(expected.iter().copied()), "{view:?} of {size}");
             }
         }
         let far = View { top: isize::MIN, left: isize::MAX, height: 3, width: 3, flipped: false };
-        assert!(far.inside(5, 5).iter().all(|range| range.is_empty() && range.end <= 3));
+        assert!(far.inside([5, 5]).iter().all(|range| range.is_empty() && range.end <= 3));
     }
 }

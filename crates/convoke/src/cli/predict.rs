@@ -218,7 +218,7 @@ fn loader(model: &InUse, files: Vec<PathBuf>, noted: Arc<Mutex<Noted>>, workers:
     let data = from_fn(info, files.len(), move |index, _| {
         let read = |file: &Path, preparation: &Preparation| {
             let photo = Photo::open(file)?;
-            Ok::<_, crate::nn::data::DataError>((photo.size(), photo.prepared(preparation)?))
+            Ok::<_, crate::nn::data::DataError>((photo.size(), photo.interleaved(preparation)?))
         };
         let read = read(&files[index], &preparation);
         let mut noted = noted.lock().unwrap_or_else(PoisonError::into_inner);
@@ -232,7 +232,7 @@ fn loader(model: &InUse, files: Vec<PathBuf>, noted: Arc<Mutex<Noted>>, workers:
                 vec![0; preparation.channels * preparation.size[0] * preparation.size[1]]
             }
         };
-        Ok(Sample { image: Pixels::Bytes(bytes.into()), target: Target::Class(0) })
+        Ok(Sample { image: Pixels::Interleaved(bytes.into()), target: Target::Class(0) })
     })?;
     Ok(Loader::new(Arc::new(data), workers)?)
 }
