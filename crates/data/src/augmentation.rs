@@ -10,7 +10,7 @@ use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
 use super::random::{below, stream};
-use super::{DataError, DatasetInfo, Targets};
+use super::{DataError, DatasetInfo};
 
 /// How images of a training set are varied. The default leaves them as they are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -106,12 +106,8 @@ impl Augmentation {
                 padding.to_string(),
             );
         }
-        let needed = match info.targets {
-            Targets::Pixels { ignore: None } => Some("a class"),
-            Targets::Values { .. } if info.targets.are_of_pixels() => Some("values"),
-            _ => None,
-        };
-        if let Some(needed) = needed.filter(|_| padding > 0) {
+        if padding > 0 && info.targets.are_of_pixels() && info.ignore().is_none() {
+            let needed = if info.targets.are_classes() { "a class" } else { "values" };
             return wrong("padding", format!("0, as every pixel has {needed}"), padding.to_string());
         }
         let whole = [info.height, info.width].map(|size| size.saturating_add(2 * padding));

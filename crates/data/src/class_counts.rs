@@ -1,7 +1,6 @@
 //! How often each class occurs in a data set.
 
 use super::progress::report;
-use super::sample::Target;
 use super::{DataError, Dataset, Progress, ProgressEvent, ProgressUnit};
 
 /// Samples counted between two reports of progress.
@@ -24,8 +23,7 @@ pub fn class_counts(data: &dyn Dataset, progress: &Progress<'_>) -> Result<Vec<u
             report(progress, event)?;
         }
         let target = data.target(index).map_err(|error| wrong(index, error.to_string()))?;
-        let mut count = |class: i64| match usize::try_from(class).ok().and_then(|class| counts.get_mut(class))
-        {
+        let count = |class: i64| match usize::try_from(class).ok().and_then(|class| counts.get_mut(class)) {
             _ if info.ignore() == Some(class) => Ok(()),
             Some(count) => {
                 *count += 1;
@@ -33,16 +31,12 @@ pub fn class_counts(data: &dyn Dataset, progress: &Progress<'_>) -> Result<Vec<u
             }
             None => Err(wrong(index, format!("class {class} of {} classes", info.classes))),
         };
-        match target {
-            Target::Class(class) => count(class)?,
-            Target::Classes(classes) => classes.iter().try_for_each(|&class| count(class))?,
-            Target::Bytes(classes) => classes.iter().try_for_each(|&class| count(class.into()))?,
-            Target::Values(_) => {
-                let (expected, found) = ("classes to count".into(), "values".into());
-                let (dataset, field) = (info.name.clone(), "targets");
-                return Err(DataError::Inconsistent { dataset, field, expected, found });
-            }
+        if !target.is_of_classes() {
+            let (expected, found) = ("classes to count".into(), "values".into());
+            let (dataset, field) = (info.name.clone(), "targets");
+            return Err(DataError::Inconsistent { dataset, field, expected, found });
         }
+        target.visit_classes(count)?;
     }
     Ok(counts)
 }

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use super::{DataError, Dataset, DatasetInfo, Pixels, Sample, Target, Targets};
+use super::{DataError, Dataset, DatasetInfo, Pixels, Sample};
 
 /// Images of one shape with a class label each, or one for each pixel; checked when made, immutable afterwards.
 #[derive(Clone, Debug, PartialEq)]
@@ -134,12 +134,7 @@ impl Dataset for InMemory {
     }
 
     fn sample(&self, index: usize, _: Option<u64>) -> super::dataset::SampleResult<'_> {
-        let target = match self.info.targets {
-            Targets::Values { .. } => {
-                Target::Values(self.label(index).iter().map(|&byte| f32::from(byte) / 255.0).collect())
-            }
-            Targets::Image | Targets::Pixels { .. } => Target::Bytes(Cow::Borrowed(self.label(index))),
-        };
+        let target = self.info.targets.of_bytes(self.label(index));
         Ok(Sample { image: Pixels::Bytes(Cow::Borrowed(self.image(index))), target })
     }
 }
@@ -166,7 +161,7 @@ pub(crate) fn check_labels(
         let labels = labels.len();
         return Err(DataError::LabelCount { origin: origin.to_owned(), images, label_len, labels });
     }
-    if matches!(info.targets, Targets::Values { .. }) {
+    if !info.targets.are_classes() {
         return Ok(());
     }
     let (classes, ignore) = (info.classes, info.ignore());
@@ -174,9 +169,9 @@ pub(crate) fn check_labels(
         None => Ok(()),
         Some(place) => {
             let (image, pixel) = (place / label_len, place % label_len);
-            let index = match info.targets {
-                Targets::Image | Targets::Values { .. } => vec![image],
-                Targets::Pixels { .. } => vec![image, pixel / info.width, pixel % info.width],
+            let index = match info.targets.are_of_pixels() {
+                true => vec![image, pixel / info.width, pixel % info.width],
+                false => vec![image],
             };
             let (origin, label) = (origin.to_owned(), i64::from(labels[place]));
             Err(DataError::LabelRange { origin, index, label, classes, ignore })
@@ -186,6 +181,7 @@ pub(crate) fn check_labels(
 
 #[cfg(test)]
 mod tests {
+    use super::super::Targets;
     use super::*;
 
     fn info() -> DatasetInfo {

@@ -6,8 +6,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use super::augmentation::Views;
-use super::sample::{Normaliser, Shown, TargetBatch, check, whole};
-use super::{DataError, Dataset, DatasetInfo};
+use super::sample::{Normaliser, Shown, check, whole};
+use super::{DataError, Dataset, DatasetInfo, TargetBatch};
 
 /// Which samples make a batch, and how they are seen.
 #[derive(Clone, Debug, PartialEq, Eq)]

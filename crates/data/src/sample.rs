@@ -1,9 +1,9 @@
-//! One sample, and how it is written into a batch: cut out, mirrored, scaled and normalised.
+//! One sample, and how its image is written into a batch: cut out, mirrored, scaled and normalised.
 
 use std::borrow::Cow;
 
 use super::augmentation::View;
-use super::{DataError, DatasetInfo, Targets};
+use super::{DataError, DatasetInfo, Target};
 
 /// One image with its target.
 #[derive(Clone, Debug, PartialEq)]
@@ -36,97 +36,6 @@ impl Pixels<'_> {
     }
 }
 
-/// What is to be learnt about one image.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub enum Target<'a> {
-    /// The class of the image.
-    Class(i64),
-    /// The class of each pixel, H x W in C order.
-    Classes(Cow<'a, [i64]>),
-    /// The class of each pixel in bytes; a single byte may also be the class of the image.
-    Bytes(Cow<'a, [u8]>),
-    /// Values in the shape that [`Targets::Values`] tells, in C order.
-    Values(Cow<'a, [f32]>),
-}
-
-/// The targets of the images of a batch.
-#[derive(Clone, Debug, PartialEq)]
-pub enum TargetBatch {
-    /// N classes, or N x H x W.
-    Labels(Vec<i64>),
-    /// N x n values, or N x n x H x W.
-    Values(Vec<f32>),
-}
-
-impl TargetBatch {
-    /// No targets yet, for samples of a data set with this info.
-    pub(super) fn empty(info: &DatasetInfo) -> TargetBatch {
-        match info.targets {
-            Targets::Image | Targets::Pixels { .. } => TargetBatch::Labels(Vec::new()),
-            Targets::Values { .. } => TargetBatch::Values(Vec::new()),
-        }
-    }
-
-    /// Adds the target of a view of a sample of this data set, which has been checked.
-    pub(super) fn push(&mut self, info: &DatasetInfo, target: &Target<'_>, view: &View) {
-        let (len, of_pixels) = (info.label_len_of([view.height, view.width]), info.targets.are_of_pixels());
-        let size = [info.height, info.width];
-        match self {
-            TargetBatch::Labels(labels) => {
-                let start = labels.len();
-                // Pixels of a view beyond its image get the label for no class. Without such a label there is no padding, so all
-                // are overwritten.
-                labels.resize(start + len, info.ignore().unwrap_or(0));
-                let out = &mut labels[start..];
-                match target {
-                    Target::Class(class) => out.fill(*class),
-                    Target::Classes(classes) if of_pixels => {
-                        write_plane((classes, size), view, out, |class| class);
-                    }
-                    Target::Bytes(bytes) if of_pixels => {
-                        write_plane((bytes, size), view, out, i64::from);
-                    }
-                    Target::Classes(classes) => out.copy_from_slice(classes),
-                    Target::Bytes(bytes) => out.fill(i64::from(bytes[0])),
-                    Target::Values(_) => unreachable!("the sample has been checked"),
-                }
-            }
-            TargetBatch::Values(all) => {
-                let Target::Values(values) = target else { unreachable!("the sample has been checked") };
-                let start = all.len();
-                all.resize(start + len, 0.0);
-                let out = &mut all[start..];
-                if !of_pixels {
-                    return out.copy_from_slice(values);
-                }
-                let planes = values.chunks(info.height * info.width);
-                for (plane, out) in planes.zip(out.chunks_mut(view.height * view.width)) {
-                    write_plane((plane, size), view, out, |value| value);
-                }
-            }
-        }
-    }
-
-    /// Adds the targets of another sample of the same data set.
-    pub(super) fn append(&mut self, mut other: TargetBatch) {
-        match (self, &mut other) {
-            (TargetBatch::Labels(all), TargetBatch::Labels(more)) => all.append(more),
-            (TargetBatch::Values(all), TargetBatch::Values(more)) => all.append(more),
-            _ => unreachable!("the targets of a data set are of one kind"),
-        }
-    }
-
-    /// Reserves room for the targets of `samples` samples, `len` numbers each.
-    pub(super) fn reserve(&mut self, samples: usize, len: usize) -> convoke_memory::Result<()> {
-        let more = samples.saturating_mul(len);
-        match self {
-            TargetBatch::Labels(labels) => convoke_memory::reserve(labels, more),
-            TargetBatch::Values(values) => convoke_memory::reserve(values, more),
-        }
-    }
-}
-
 /// Checks a sample against the info of its data set; the error says what does not fit.
 pub(super) fn check(info: &DatasetInfo, sample: &Sample<'_>) -> Result<(), String> {
     let len = sample.image.len();
@@ -134,28 +43,7 @@ pub(super) fn check(info: &DatasetInfo, sample: &Sample<'_>) -> Result<(), Strin
         let [channels, height, width] = info.shape();
         return Err(format!("the image has {len} values, expected {channels} x {height} x {width}"));
     }
-    let label = |label: i64| usize::try_from(label).is_ok_and(|label| label < info.classes);
-    let known = |&value: &i64| label(value) || Some(value) == info.ignore();
-    let (len, wrong) = match (&sample.target, info.targets) {
-        (Target::Values(values), Targets::Values { .. }) => (values.len(), None),
-        (Target::Values(_), _) => return Err("it has values, expected classes".into()),
-        (_, Targets::Values { .. }) => return Err("it has classes, expected values".into()),
-        (Target::Class(class), _) => (1, Some(*class).filter(|class| !known(class))),
-        (Target::Classes(classes), _) => (classes.len(), classes.iter().copied().find(|class| !known(class))),
-        (Target::Bytes(bytes), _) => {
-            (bytes.len(), bytes.iter().map(|&byte| i64::from(byte)).find(|class| !known(class)))
-        }
-    };
-    if len != info.label_len() {
-        return Err(format!("it has {len} labels or values, expected {}", info.label_len()));
-    }
-    match (wrong, info.ignore()) {
-        (None, _) => Ok(()),
-        (Some(class), None) => Err(format!("class {class} is none of {}", info.classes)),
-        (Some(class), Some(ignore)) => {
-            Err(format!("class {class} is none of {} and not {ignore}, which is ignored", info.classes))
-        }
-    }
+    sample.target.check(info)
 }
 
 /// The view of the whole image.
@@ -330,19 +218,8 @@ impl Normaliser {
     }
 }
 
-/// Writes what a view shows of an H x W plane. Places beyond the plane stay as they are.
-fn write_plane<S: Copy, T>(
-    (plane, size): (&[S], [usize; 2]),
-    view: &View,
-    out: &mut [T],
-    convert: impl Fn(S) -> T,
-) {
-    for (to, from) in view.rows(size) {
-        write_row(out[to].iter_mut(), &plane[from], view.flipped, &convert);
-    }
-}
-
-fn write_row<'a, S: Copy, T: 'a>(
+/// Writes a row, or its reverse.
+pub(super) fn write_row<'a, S: Copy, T: 'a>(
     out: impl Iterator<Item = &'a mut T>,
     row: &[S],
     flipped: bool,

@@ -226,7 +226,7 @@ fn wrong(
             target: match targets {
                 Targets::Image => Target::Class(0),
                 Targets::Pixels { .. } => Target::Bytes(Cow::Owned(vec![0; 20])),
-                Targets::Values { .. } => Target::Values(Cow::Owned(vec![0.0; 4])),
+                _ => Target::Values(Cow::Owned(vec![0.0; 4])),
             },
             ..made(index, seed)
         }),
