@@ -95,7 +95,7 @@ impl Augmentation {
     /// larger than their smaller side, or there is padding but every pixel must have a class or values.
     pub fn size(&self, info: &DatasetInfo) -> Result<[usize; 2], DataError> {
         let wrong = |field, expected: String, found: String| {
-            Err(DataError::Inconsistent { dataset: info.name.clone(), field, expected, found })
+            Err(DataError::inconsistent(&info.name, field, expected, found))
         };
         info.check()?;
         let (most, padding) = (info.height.min(info.width), self.padding);

@@ -177,12 +177,11 @@ fn check_len(images: usize, info: &DatasetInfo) -> Result<(), DataError> {
     let bytes = (images as u64).checked_mul(info.image_len().saturating_add(info.label_len()) as u64);
     match bytes.is_some_and(|bytes| bytes <= MAX_DATA_BYTES) {
         true => Ok(()),
-        false => Err(DataError::Inconsistent {
-            dataset: info.name.clone(),
-            field: "size",
-            expected: format!("at most {MAX_DATA_BYTES} bytes, images and labels together"),
-            found: format!("{images} images of {height} x {width}", height = info.height, width = info.width),
-        }),
+        false => {
+            let expected = format!("at most {MAX_DATA_BYTES} bytes, images and labels together");
+            let found = format!("{images} images of {} x {}", info.height, info.width);
+            Err(DataError::inconsistent(&info.name, "size", expected, found))
+        }
     }
 }
 

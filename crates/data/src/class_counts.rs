@@ -32,9 +32,7 @@ pub fn class_counts(data: &dyn Dataset, progress: &Progress<'_>) -> Result<Vec<u
             None => Err(wrong(index, format!("class {class} of {} classes", info.classes))),
         };
         if !target.is_of_classes() {
-            let (expected, found) = ("classes to count".into(), "values".into());
-            let (dataset, field) = (info.name.clone(), "targets");
-            return Err(DataError::Inconsistent { dataset, field, expected, found });
+            return Err(DataError::inconsistent(&info.name, "targets", "classes to count", "values"));
         }
         target.visit_classes(count)?;
     }

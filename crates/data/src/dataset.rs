@@ -89,12 +89,7 @@ impl DatasetInfo {
     /// channel.
     pub fn check(&self) -> Result<(), DataError> {
         let wrong = |field, expected: &str, found: String| {
-            Err(DataError::Inconsistent {
-                dataset: self.name.clone(),
-                field,
-                expected: expected.to_owned(),
-                found,
-            })
+            Err(DataError::inconsistent(&self.name, field, expected, found))
         };
         let shape = self.shape();
         let pixels = shape.iter().try_fold(1_usize, |product, &size| product.checked_mul(size));

@@ -26,15 +26,10 @@ impl InMemory {
         info.check()?;
         let image_len = info.image_len();
         if !images.len().is_multiple_of(image_len) {
-            return Err(DataError::Inconsistent {
-                dataset: info.name,
-                field: "images",
-                expected: format!(
-                    "a multiple of {}x{}x{} = {image_len} bytes",
-                    info.channels, info.height, info.width
-                ),
-                found: format!("{} bytes", images.len()),
-            });
+            let [channels, height, width] = info.shape();
+            let expected = format!("a multiple of {channels}x{height}x{width} = {image_len} bytes");
+            let found = format!("{} bytes", images.len());
+            return Err(DataError::inconsistent(&info.name, "images", expected, found));
         }
         check_labels(&info.name, &labels, images.len() / image_len, &info)?;
         Ok(Self { info, class_names: Vec::new(), images, labels })
@@ -45,13 +40,11 @@ impl InMemory {
     /// # Errors
     /// [`DataError::Inconsistent`] if there are more or fewer.
     pub fn with_class_names(self, names: &[impl AsRef<str>]) -> Result<Self, DataError> {
-        if names.len() != self.info.classes {
-            return Err(DataError::Inconsistent {
-                dataset: self.info.name,
-                field: "class names",
-                expected: self.info.classes.to_string(),
-                found: names.len().to_string(),
-            });
+        let classes = self.info.classes;
+        if names.len() != classes {
+            let error =
+                DataError::inconsistent(&self.info.name, "class names", classes.to_string(), names.len());
+            return Err(error);
         }
         Ok(Self { class_names: names.iter().map(|name| name.as_ref().to_owned()).collect(), ..self })
     }
