@@ -1,7 +1,7 @@
 //! How often each class occurs in a data set.
 
-use super::progress::report;
-use super::{DataError, Dataset, Progress, ProgressEvent, ProgressUnit};
+use super::progress::report_images;
+use super::{DataError, Dataset, Progress};
 
 /// Samples counted between two reports of progress.
 const SAMPLES_PER_REPORT: usize = 64;
@@ -18,9 +18,7 @@ pub fn class_counts(data: &dyn Dataset, progress: &Progress<'_>) -> Result<Vec<u
         |index: usize, reason: String| DataError::Sample { dataset: info.name.clone(), index, reason };
     for index in 0..len {
         if index % SAMPLES_PER_REPORT == 0 {
-            let (done, total) = (index as u64, Some(len as u64));
-            let event = ProgressEvent { stage: "counting classes", done, total, unit: ProgressUnit::Images };
-            report(progress, event)?;
+            report_images(progress, "counting classes", [index, len])?;
         }
         let target = data.target(index).map_err(|error| wrong(index, error.to_string()))?;
         let count = |class: i64| match usize::try_from(class).ok().and_then(|class| counts.get_mut(class)) {
