@@ -114,7 +114,7 @@ pub(crate) fn run(args: &PredictArgs) -> Result<()> {
         .csv
         .as_deref()
         .map_or(Ok(()), |file| output::write("--csv", file, csv(&found, usize::from(args.top)).as_bytes()));
-    let json = args.using.json.as_deref().map_or(Ok(()), |file| json::write_value(file, &found));
+    let json = json::write_value(args.using.json.as_deref(), &found);
     if let Some(folder) = &args.masks {
         output::announce("--masks", folder);
     }

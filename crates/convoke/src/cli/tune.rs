@@ -127,7 +127,7 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
     stage.end();
     let done = counts.done();
     shown.and_then(|()| say(&counts.summary(begin.elapsed(), &folder)))?;
-    args.json.as_deref().map_or(Ok(()), |file| json::write_value(file, &rows))?;
+    json::write_value(args.json.as_deref(), &rows)?;
     if console.interrupted() && done < jobs.len() {
         let all = jobs.len();
         return Err(Failure::Interrupted(format!(

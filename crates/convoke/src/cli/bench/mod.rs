@@ -128,6 +128,6 @@ fn publish(args: &BenchArgs, machine: &Machine, results: &[PassResult]) -> Resul
         .as_deref()
         .map_or(Ok(()), |file| output::write("--report", file, report::page(machine, results).as_bytes()));
     let rows: Vec<&Row> = results.iter().flat_map(|result| &result.rows).collect();
-    let json = args.json.as_deref().map_or(Ok(()), |file| json::write_value(file, &rows));
+    let json = json::write_value(args.json.as_deref(), &rows);
     reported.and(json)
 }
