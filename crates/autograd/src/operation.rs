@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::DType;
 use crate::ops::{
     BatchNormOptions, Conv3dOptions, ConvOptions, ConvTranspose3dOptions, ConvTransposeOptions,
-    LayerNormOver, LocalResponse, Pointwise, PoolOptions, ResizeOptions, UpsampleMode,
+    LayerNormOver, LocalResponse, Pointwise, PoolOptions, ResizeOptions,
 };
 
 /// A built-in operation with its options. Inputs are listed in their order; those in brackets may be missing, and `has` says
@@ -94,13 +94,6 @@ pub enum Operation {
     },
     /// x: see [`crate::ops::resize2d`].
     Resize(ResizeOptions),
-    /// x: see [`crate::ops::upsample2d`].
-    Upsample {
-        /// The factors of height and width.
-        factor: [usize; 2],
-        /// How values between the pixels of the input are computed.
-        mode: UpsampleMode,
-    },
     /// x, weight, \[bias\]: see [`crate::ops::linear`].
     Linear,
     /// a, b: products of matrices.

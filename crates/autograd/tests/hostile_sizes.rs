@@ -2,9 +2,8 @@
 //! sizes answers with an error, or with a tensor that is as large as it says. Run in release mode too, where arithmetic wraps
 //! silently.
 
-use convoke_autograd::ops::{self, ConvOptions, Padding, PoolOptions};
+use convoke_autograd::ops::{self, ConvOptions, Padding, PoolOptions, ResizeOptions, ResizeTo};
 use convoke_autograd::{DType, Device, MemoryFormat, Result, Tensor};
-use convoke_kernels::upsample::UpsampleMode;
 use convoke_testkit::{Failures, HUGE, catch_unwind, is_had};
 
 fn sizes() -> impl Iterator<Item = usize> + Clone {
@@ -144,9 +143,9 @@ fn no_option_of_a_layer_wraps() {
                     check(format!("avg_pool2d {options:?}"), answers(|| ops::avg_pool2d(input, &options)));
                 }
             }
-            for mode in [UpsampleMode::Nearest, UpsampleMode::Bilinear] {
-                let upsample = answers(|| ops::upsample2d(input, [a, b], mode));
-                check(format!("upsample2d {a} {b} {mode}"), upsample);
+            let by = ResizeTo::Scale([a, b].map(|factor| factor as f64));
+            for options in [ResizeOptions::nearest(by), ResizeOptions::bilinear(by, false)] {
+                check(format!("resize2d {options:?}"), answers(|| ops::resize2d(input, &options)));
             }
         }
     }

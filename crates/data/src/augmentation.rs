@@ -10,7 +10,7 @@ use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
 use super::random::{below, stream};
-use super::{DataError, DatasetInfo, Targets};
+use super::{DataError, DatasetInfo};
 
 /// How images of a training set are varied. The default leaves them as they are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,13 +55,30 @@ const SAMPLE_DOMAIN: [u8; 16] = *b"sample/1\0\0\0\0\0\0\0\0";
 
 impl View {
     /// The rows and columns of the view that lie in an image of this height and width.
-    pub(super) fn inside(&self, height: usize, width: usize) -> [Range<usize>; 2] {
+    pub(super) fn inside(&self, [height, width]: [usize; 2]) -> [Range<usize>; 2] {
         let within = |first: isize, count: usize, size: usize| {
             let start = first.min(0).unsigned_abs().min(count);
             let end = size.saturating_add_signed(first.saturating_neg()).min(count);
             start..end.max(start)
         };
         [within(self.top, self.height, height), within(self.left, self.width, width)]
+    }
+
+    /// For each row of the view that shows something of an image of this height and width: the places in the view, h x w, and the
+    /// places in the image, H x W, that they show, from right to left if the view is mirrored.
+    pub(super) fn rows(
+        &self,
+        size @ [_, width]: [usize; 2],
+    ) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
+        let [rows, columns] = self.inside(size);
+        let first = self.left.saturating_add_unsigned(columns.start).unsigned_abs();
+        let place = if self.flipped { self.width - columns.end } else { columns.start };
+        let (top, own_width, len) = (self.top, self.width, columns.len());
+        rows.filter(move |_| len > 0).map(move |row| {
+            let (to, from) =
+                (row * own_width + place, top.saturating_add_unsigned(row).unsigned_abs() * width + first);
+            (to..to + len, from..from + len)
+        })
     }
 }
 
@@ -78,7 +95,7 @@ impl Augmentation {
     /// larger than their smaller side, or there is padding but every pixel must have a class or values.
     pub fn size(&self, info: &DatasetInfo) -> Result<[usize; 2], DataError> {
         let wrong = |field, expected: String, found: String| {
-            Err(DataError::Inconsistent { dataset: info.name.clone(), field, expected, found })
+            Err(DataError::inconsistent(&info.name, field, expected, found))
         };
         info.check()?;
         let (most, padding) = (info.height.min(info.width), self.padding);
@@ -89,12 +106,8 @@ impl Augmentation {
                 padding.to_string(),
             );
         }
-        let needed = match info.targets {
-            Targets::Pixels { ignore: None } => Some("a class"),
-            Targets::Values { .. } if info.targets.are_of_pixels() => Some("values"),
-            _ => None,
-        };
-        if let Some(needed) = needed.filter(|_| padding > 0) {
+        if padding > 0 && info.targets.are_of_pixels() && info.ignore().is_none() {
+            let needed = if info.targets.are_classes() { "a class" } else { "values" };
             return wrong("padding", format!("0, as every pixel has {needed}"), padding.to_string());
         }
         let whole = [info.height, info.width].map(|size| size.saturating_add(2 * padding));
@@ -296,11 +309,11 @@ mod tests {
             let view = View { top: first, left: first, height: count, width: count, flipped: false };
             let expected: Vec<usize> =
                 (0..count).filter(|&row| (0..size as isize).contains(&(first + row as isize))).collect();
-            for found in view.inside(size, size) {
+            for found in view.inside([size, size]) {
                 assert!(found.end <= count && found.eq(expected.iter().copied()), "{view:?} of {size}");
             }
         }
         let far = View { top: isize::MIN, left: isize::MAX, height: 3, width: 3, flipped: false };
-        assert!(far.inside(5, 5).iter().all(|range| range.is_empty() && range.end <= 3));
+        assert!(far.inside([5, 5]).iter().all(|range| range.is_empty() && range.end <= 3));
     }
 }

@@ -20,12 +20,11 @@ use rayon::prelude::*;
 
 use super::moments::Moments;
 use super::png_file::{self, Content};
-use super::progress::report;
+use super::progress::report_images;
 use super::sample::planes;
 use super::threads::threads;
 use super::{
-    Augmentation, DataError, DatasetInfo, DatasetSpec, InMemory, Progress, ProgressEvent, ProgressUnit,
-    Targets, TrainTest, check_labels,
+    Augmentation, DataError, DatasetInfo, DatasetSpec, InMemory, Progress, Targets, TrainTest, check_labels,
 };
 
 /// The classes; a label is a place in this list.
@@ -127,10 +126,7 @@ fn load_named<const N: usize>(
     let size = png_file::read(&pairs[0][0].image, Content::Rgb, None)?.size;
     let mut info = info(size);
     check_len(images, &info)?;
-    let step = |done: usize| {
-        let (done, total) = (done as u64, Some(images as u64));
-        report(progress, ProgressEvent { stage: STAGE, done, total, unit: ProgressUnit::Images })
-    };
+    let step = |done: usize| report_images(progress, STAGE, [done, images]);
     step(0)?;
     let mut done = 0;
     let mut read_part = |pairs: &Vec<Pair>| {
@@ -177,12 +173,11 @@ fn check_len(images: usize, info: &DatasetInfo) -> Result<(), DataError> {
     let bytes = (images as u64).checked_mul(info.image_len().saturating_add(info.label_len()) as u64);
     match bytes.is_some_and(|bytes| bytes <= MAX_DATA_BYTES) {
         true => Ok(()),
-        false => Err(DataError::Inconsistent {
-            dataset: info.name.clone(),
-            field: "size",
-            expected: format!("at most {MAX_DATA_BYTES} bytes, images and labels together"),
-            found: format!("{images} images of {height} x {width}", height = info.height, width = info.width),
-        }),
+        false => {
+            let expected = format!("at most {MAX_DATA_BYTES} bytes, images and labels together");
+            let found = format!("{images} images of {} x {}", info.height, info.width);
+            Err(DataError::inconsistent(&info.name, "size", expected, found))
+        }
     }
 }
 

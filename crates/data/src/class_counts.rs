@@ -1,8 +1,7 @@
 //! How often each class occurs in a data set.
 
-use super::progress::report;
-use super::sample::Target;
-use super::{DataError, Dataset, Progress, ProgressEvent, ProgressUnit};
+use super::progress::report_images;
+use super::{DataError, Dataset, Progress};
 
 /// Samples counted between two reports of progress.
 const SAMPLES_PER_REPORT: usize = 64;
@@ -19,13 +18,10 @@ pub fn class_counts(data: &dyn Dataset, progress: &Progress<'_>) -> Result<Vec<u
         |index: usize, reason: String| DataError::Sample { dataset: info.name.clone(), index, reason };
     for index in 0..len {
         if index % SAMPLES_PER_REPORT == 0 {
-            let (done, total) = (index as u64, Some(len as u64));
-            let event = ProgressEvent { stage: "counting classes", done, total, unit: ProgressUnit::Images };
-            report(progress, event)?;
+            report_images(progress, "counting classes", [index, len])?;
         }
         let target = data.target(index).map_err(|error| wrong(index, error.to_string()))?;
-        let mut count = |class: i64| match usize::try_from(class).ok().and_then(|class| counts.get_mut(class))
-        {
+        let count = |class: i64| match usize::try_from(class).ok().and_then(|class| counts.get_mut(class)) {
             _ if info.ignore() == Some(class) => Ok(()),
             Some(count) => {
                 *count += 1;
@@ -33,16 +29,10 @@ pub fn class_counts(data: &dyn Dataset, progress: &Progress<'_>) -> Result<Vec<u
             }
             None => Err(wrong(index, format!("class {class} of {} classes", info.classes))),
         };
-        match target {
-            Target::Class(class) => count(class)?,
-            Target::Classes(classes) => classes.iter().try_for_each(|&class| count(class))?,
-            Target::Bytes(classes) => classes.iter().try_for_each(|&class| count(class.into()))?,
-            Target::Values(_) => {
-                let (expected, found) = ("classes to count".into(), "values".into());
-                let (dataset, field) = (info.name.clone(), "targets");
-                return Err(DataError::Inconsistent { dataset, field, expected, found });
-            }
+        if !target.is_of_classes() {
+            return Err(DataError::inconsistent(&info.name, "targets", "classes to count", "values"));
         }
+        target.visit_classes(count)?;
     }
     Ok(counts)
 }

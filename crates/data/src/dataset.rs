@@ -7,39 +7,10 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::{DataError, InMemory, Sample, Target};
+use super::{DataError, InMemory, Sample, Target, Targets};
 
 /// The most classes that a data set may have: metrics count every pair of true and predicted class.
 pub const MAX_CLASSES: usize = 4096;
-
-/// What is to be learnt about each image: its target.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Targets {
-    /// Each image has one class: classification.
-    Image,
-    /// Each pixel has one: semantic segmentation.
-    Pixels {
-        /// The label of pixels without a class (void), which count neither in a loss nor in a metric.
-        ignore: Option<i64>,
-    },
-    /// Each image has numbers: regression, or several classes at once (0 or 1 for each).
-    Values {
-        /// The shape of the numbers of one image: \[n, 1, 1] for n numbers, \[n, H, W] for n numbers a pixel.
-        shape: [usize; 3],
-    },
-}
-
-impl Targets {
-    /// Whether each pixel has a class or values, not each image.
-    pub fn are_of_pixels(self) -> bool {
-        match self {
-            Targets::Image => false,
-            Targets::Pixels { .. } => true,
-            Targets::Values { shape } => shape[1..] != [1, 1],
-        }
-    }
-}
 
 /// What is common to all images of a data set.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -101,22 +72,13 @@ impl DatasetInfo {
 
     /// How many labels or values a part of an image has, of this height and width: 1, H x W, n, or n x H x W; `usize::MAX` if that
     /// overflows.
-    pub fn label_len_of(&self, [height, width]: [usize; 2]) -> usize {
-        let pixels = height.saturating_mul(width);
-        match self.targets {
-            Targets::Image => 1,
-            Targets::Pixels { .. } => pixels,
-            Targets::Values { shape } if self.targets.are_of_pixels() => shape[0].saturating_mul(pixels),
-            Targets::Values { shape } => shape[0],
-        }
+    pub fn label_len_of(&self, size: [usize; 2]) -> usize {
+        self.targets.len(size)
     }
 
     /// The label that stands for no class, if there is one.
     pub fn ignore(&self) -> Option<i64> {
-        match self.targets {
-            Targets::Image | Targets::Values { .. } => None,
-            Targets::Pixels { ignore } => ignore,
-        }
+        self.targets.ignore()
     }
 
     /// Checks that there can be images of this kind.
@@ -127,12 +89,7 @@ impl DatasetInfo {
     /// channel.
     pub fn check(&self) -> Result<(), DataError> {
         let wrong = |field, expected: &str, found: String| {
-            Err(DataError::Inconsistent {
-                dataset: self.name.clone(),
-                field,
-                expected: expected.to_owned(),
-                found,
-            })
+            Err(DataError::inconsistent(&self.name, field, expected, found))
         };
         let shape = self.shape();
         let pixels = shape.iter().try_fold(1_usize, |product, &size| product.checked_mul(size));
@@ -142,16 +99,8 @@ impl DatasetInfo {
         if !(1..=MAX_CLASSES).contains(&self.classes) {
             return wrong("classes", &format!("1 to {MAX_CLASSES}"), self.classes.to_string());
         }
-        if let Targets::Values { shape } = self.targets {
-            let whole = [self.height, self.width];
-            let fits = shape[0] == self.classes && (shape[1..] == [1, 1] || shape[1..] == whole);
-            if !fits || self.label_len() == usize::MAX {
-                let expected = format!(
-                    "[{}, 1, 1] or [{}, {}, {}]: values of an image or of each pixel",
-                    self.classes, self.classes, self.height, self.width
-                );
-                return wrong("targets", &expected, format!("{shape:?}"));
-            }
+        if let Err([expected, found]) = self.targets.check(self) {
+            return wrong("targets", &expected, found);
         }
         if self.mean.len() != self.channels || !self.mean.iter().all(|mean| mean.is_finite()) {
             return wrong("mean", "one finite number per channel", format!("{:?}", self.mean));

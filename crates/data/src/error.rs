@@ -195,6 +195,17 @@ impl fmt::Display for Attempts<'_> {
 }
 
 impl DataError {
+    /// A part of a data set that does not fit.
+    pub(super) fn inconsistent(
+        dataset: &str,
+        field: &'static str,
+        expected: impl Into<String>,
+        found: impl ToString,
+    ) -> Self {
+        let (dataset, expected) = (dataset.to_owned(), expected.into());
+        Self::Inconsistent { dataset, field, expected, found: found.to_string() }
+    }
+
     /// A constructor for `map_err`: wraps the system's error about a file.
     #[cfg(any(feature = "gzip", feature = "png"))]
     pub(super) fn io(file: &std::path::Path, action: &'static str) -> impl FnOnce(io::Error) -> Self {

@@ -3,8 +3,8 @@
 use rayon::prelude::*;
 
 use super::in_memory::zeroed;
-use super::progress::report;
-use super::{DataError, DatasetInfo, InMemory, Progress, ProgressEvent, ProgressUnit};
+use super::progress::report_images;
+use super::{DataError, DatasetInfo, InMemory, Progress};
 
 /// One part of a generated data set.
 pub(super) struct Part<'a> {
@@ -27,11 +27,7 @@ impl Part<'_> {
         let &Part { stage, len, images_per_report } = self;
         let (image_len, label_len) = (info.image_len(), info.label_len());
         let (mut images, mut labels) = (zeroed(&info, len, image_len)?, zeroed(&info, len, label_len)?);
-        let event = |done: usize| {
-            let (done, total) = (done as u64, Some(len as u64));
-            report(progress, ProgressEvent { stage, done, total, unit: ProgressUnit::Images })
-        };
-        event(0)?;
+        report_images(progress, stage, [0, len])?;
         let mut done = 0;
         let chunks = images
             .chunks_mut(images_per_report.saturating_mul(image_len))
@@ -40,7 +36,7 @@ impl Part<'_> {
             let pairs = images.par_chunks_mut(image_len).zip(labels.par_chunks_mut(label_len)).enumerate();
             pairs.for_each(|(offset, (image, labels))| draw(done + offset, image, labels));
             done += images.len() / image_len;
-            event(done)?;
+            report_images(progress, stage, [done, len])?;
         }
         InMemory::new(info, images, labels)
     }

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use super::{DataError, Dataset, DatasetInfo, Pixels, Sample, Target, Targets};
+use super::{DataError, Dataset, DatasetInfo, Pixels, Sample};
 
 /// Images of one shape with a class label each, or one for each pixel; checked when made, immutable afterwards.
 #[derive(Clone, Debug, PartialEq)]
@@ -26,15 +26,10 @@ impl InMemory {
         info.check()?;
         let image_len = info.image_len();
         if !images.len().is_multiple_of(image_len) {
-            return Err(DataError::Inconsistent {
-                dataset: info.name,
-                field: "images",
-                expected: format!(
-                    "a multiple of {}x{}x{} = {image_len} bytes",
-                    info.channels, info.height, info.width
-                ),
-                found: format!("{} bytes", images.len()),
-            });
+            let [channels, height, width] = info.shape();
+            let expected = format!("a multiple of {channels}x{height}x{width} = {image_len} bytes");
+            let found = format!("{} bytes", images.len());
+            return Err(DataError::inconsistent(&info.name, "images", expected, found));
         }
         check_labels(&info.name, &labels, images.len() / image_len, &info)?;
         Ok(Self { info, class_names: Vec::new(), images, labels })
@@ -45,13 +40,11 @@ impl InMemory {
     /// # Errors
     /// [`DataError::Inconsistent`] if there are more or fewer.
     pub fn with_class_names(self, names: &[impl AsRef<str>]) -> Result<Self, DataError> {
-        if names.len() != self.info.classes {
-            return Err(DataError::Inconsistent {
-                dataset: self.info.name,
-                field: "class names",
-                expected: self.info.classes.to_string(),
-                found: names.len().to_string(),
-            });
+        let classes = self.info.classes;
+        if names.len() != classes {
+            let error =
+                DataError::inconsistent(&self.info.name, "class names", classes.to_string(), names.len());
+            return Err(error);
         }
         Ok(Self { class_names: names.iter().map(|name| name.as_ref().to_owned()).collect(), ..self })
     }
@@ -134,12 +127,7 @@ impl Dataset for InMemory {
     }
 
     fn sample(&self, index: usize, _: Option<u64>) -> super::dataset::SampleResult<'_> {
-        let target = match self.info.targets {
-            Targets::Values { .. } => {
-                Target::Values(self.label(index).iter().map(|&byte| f32::from(byte) / 255.0).collect())
-            }
-            Targets::Image | Targets::Pixels { .. } => Target::Bytes(Cow::Borrowed(self.label(index))),
-        };
+        let target = self.info.targets.of_bytes(self.label(index));
         Ok(Sample { image: Pixels::Bytes(Cow::Borrowed(self.image(index))), target })
     }
 }
@@ -166,7 +154,7 @@ pub(crate) fn check_labels(
         let labels = labels.len();
         return Err(DataError::LabelCount { origin: origin.to_owned(), images, label_len, labels });
     }
-    if matches!(info.targets, Targets::Values { .. }) {
+    if !info.targets.are_classes() {
         return Ok(());
     }
     let (classes, ignore) = (info.classes, info.ignore());
@@ -174,9 +162,9 @@ pub(crate) fn check_labels(
         None => Ok(()),
         Some(place) => {
             let (image, pixel) = (place / label_len, place % label_len);
-            let index = match info.targets {
-                Targets::Image | Targets::Values { .. } => vec![image],
-                Targets::Pixels { .. } => vec![image, pixel / info.width, pixel % info.width],
+            let index = match info.targets.are_of_pixels() {
+                true => vec![image, pixel / info.width, pixel % info.width],
+                false => vec![image],
             };
             let (origin, label) = (origin.to_owned(), i64::from(labels[place]));
             Err(DataError::LabelRange { origin, index, label, classes, ignore })
@@ -186,6 +174,7 @@ pub(crate) fn check_labels(
 
 #[cfg(test)]
 mod tests {
+    use super::super::Targets;
     use super::*;
 
     fn info() -> DatasetInfo {

@@ -43,12 +43,13 @@ mod sample;
 mod spec;
 #[cfg(feature = "gzip")]
 mod tar;
+mod targets;
 mod threads;
 
 pub use augmentation::{Augmentation, View, Views};
 pub use catalog::{Catalog, Listed, NameError};
 pub use class_counts::class_counts;
-pub use dataset::{Dataset, DatasetInfo, Datasets, MAX_CLASSES, PhotoOrigin, Targets, TrainTest, from_fn};
+pub use dataset::{Dataset, DatasetInfo, Datasets, MAX_CLASSES, PhotoOrigin, TrainTest, from_fn};
 pub use digits::digits;
 pub use error::{DataError, MirrorFailure};
 pub use in_memory::InMemory;
@@ -56,8 +57,9 @@ pub use loader::{Loader, Request};
 pub use mixing::{MAX_STRENGTH, Mix, Mixing};
 pub use noise::noise;
 pub use progress::{Progress, ProgressEvent, ProgressUnit, silent};
-pub use sample::{Pixels, Sample, Target, TargetBatch};
+pub use sample::{Pixels, Sample};
 pub use spec::{DatasetSpec, DatasetSpecs, LoadError, LoadOptions};
+pub use targets::{Target, TargetBatch, Targets};
 
 #[cfg(any(feature = "gzip", feature = "png"))]
 pub(crate) use in_memory::check_labels;

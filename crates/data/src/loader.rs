@@ -6,8 +6,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use super::augmentation::Views;
-use super::sample::{TargetBatch, check, whole, write_image};
-use super::{DataError, Dataset, DatasetInfo};
+use super::sample::{Normaliser, Shown, check, whole};
+use super::{DataError, Dataset, DatasetInfo, TargetBatch};
 
 /// Which samples make a batch, and how they are seen.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,6 +42,7 @@ pub struct Request {
 /// ```
 pub struct Loader {
     data: Arc<dyn Dataset>,
+    normaliser: Arc<Normaliser>,
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
 }
@@ -57,14 +58,16 @@ impl Loader {
         let no_threads = |reason: String| DataError::Threads { reason };
         let starting =
             convoke_memory::Starting::new(workers).map_err(|error| no_threads(error.to_string()))?;
-        let mut loader = Loader { data, shared: Arc::default(), workers: Vec::new() };
+        let normaliser = Arc::new(Normaliser::new(data.info()));
+        let mut loader = Loader { data, normaliser, shared: Arc::default(), workers: Vec::new() };
         for _ in 0..workers {
             let (shared, data, started) = (loader.shared.clone(), loader.data.clone(), starting.thread());
+            let normaliser = loader.normaliser.clone();
             let worker = std::thread::Builder::new()
                 .name("convoke-data".into())
                 .spawn(move || {
                     drop(started);
-                    shared.work(data.as_ref());
+                    shared.work(data.as_ref(), &normaliser);
                 })
                 .map_err(|error| no_threads(error.to_string()))?;
             loader.workers.push(worker);
@@ -132,14 +135,16 @@ impl Loader {
         if self.workers.is_empty() {
             for (out, &index) in places {
                 caught(self.data.as_ref(), index, || {
-                    write(self.data.as_ref(), (index, request.views.as_ref()), out, &mut targets)
+                    let shown = shown(self.data.as_ref(), (index, request.views.as_ref()), &mut targets)?;
+                    shown.write(info, &self.normaliser, out);
+                    Ok(())
                 })?;
             }
             return Ok(targets);
         }
         for ((out, _), made) in places.zip(self.shared.take(request)) {
             let made = made?;
-            out.copy_from_slice(&made.image);
+            made.image.write(info, &self.normaliser, out);
             targets.append(made.target);
         }
         Ok(targets)
@@ -157,22 +162,20 @@ impl Drop for Loader {
     }
 }
 
-/// Writes one sample into its place, and adds its target.
-fn write(
-    data: &dyn Dataset,
+/// What is shown of one sample. Its target is added to `targets`.
+fn shown<'a>(
+    data: &'a dyn Dataset,
     (index, views): (u32, Option<&Views>),
-    out: &mut [f32],
     targets: &mut TargetBatch,
-) -> Result<(), DataError> {
+) -> Result<Shown<'a>, DataError> {
     let info = data.info();
     let view = views.map_or_else(|| Ok(whole(info)), |views| views.of(index as usize, info))?;
     let seed = views.map(|views| views.sample_seed(index as usize));
     let sample =
         data.sample(index as usize, seed).map_err(|error| wrong_sample(info, index, error.to_string()))?;
     check(info, &sample).map_err(|reason| wrong_sample(info, index, reason))?;
-    write_image(info, &sample.image, &view, out);
     targets.push(info, &sample.target, &view);
-    Ok(())
+    Shown::new(info, sample.image, view)
 }
 
 /// Height and width of the images of a batch.
@@ -186,7 +189,7 @@ fn wrong_sample(info: &DatasetInfo, index: u32, reason: String) -> DataError {
 
 /// A sample that a worker made.
 struct Made {
-    image: Vec<f32>,
+    image: Shown<'static>,
     target: TargetBatch,
 }
 
@@ -235,7 +238,7 @@ impl Shared {
     }
 
     /// What a worker does, until it must stop.
-    fn work(&self, data: &dyn Dataset) {
+    fn work(&self, data: &dyn Dataset, normaliser: &Normaliser) {
         let mut state = self.lock();
         while !state.stop {
             let open = state.batches.iter().position(|batch| batch.begun < batch.request.samples.len());
@@ -249,7 +252,7 @@ impl Shared {
             let index = batch.request.samples[sample];
             batch.begun += 1;
             drop(state);
-            let made = make(data, index, views.as_ref());
+            let made = make(data, normaliser, (index, views.as_ref()));
             state = self.lock();
             // The caller may have given the batch up meanwhile.
             let batch =
@@ -285,14 +288,12 @@ impl Shared {
 }
 
 /// Makes one sample on a worker.
-fn make(data: &dyn Dataset, index: u32, views: Option<&Views>) -> MadeResult {
+fn make(data: &dyn Dataset, normaliser: &Normaliser, (index, views): (u32, Option<&Views>)) -> MadeResult {
     caught(data, index, || {
         let info = data.info();
-        let size = size(info, views)?;
-        let len = info.channels.saturating_mul(size[0]).saturating_mul(size[1]);
-        let (mut image, mut target) = (convoke_memory::filled(len, 0.0)?, TargetBatch::empty(info));
-        target.reserve(1, info.label_len_of(size))?;
-        write(data, (index, views), &mut image, &mut target)?;
+        let mut target = TargetBatch::empty(info);
+        target.reserve(1, info.label_len_of(size(info, views)?))?;
+        let image = shown(data, (index, views), &mut target)?.into_owned(info, normaliser)?;
         Ok(Made { image, target })
     })
 }

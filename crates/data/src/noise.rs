@@ -52,7 +52,7 @@ fn part(
         |index, image, labels| {
             let mut random = stream(DOMAIN, seed, number.into(), index as u64);
             random.fill_bytes(labels);
-            if !matches!(info.targets, Targets::Values { .. }) {
+            if info.targets.are_classes() {
                 // A byte times the number of classes, over 256: some classes come a little more often.
                 let classes = info.classes.min(256);
                 labels.iter_mut().for_each(|label| *label = (usize::from(*label) * classes / 256) as u8);

@@ -51,3 +51,13 @@ pub(super) fn report(progress: &Progress<'_>, event: ProgressEvent<'_>) -> Resul
         ControlFlow::Break(()) => Err(DataError::Cancelled { stage: event.stage.to_owned() }),
     }
 }
+
+/// Reports how many images of a stage are done, of how many.
+pub(super) fn report_images(
+    progress: &Progress<'_>,
+    stage: &str,
+    [done, total]: [usize; 2],
+) -> Result<(), DataError> {
+    let (done, total) = (done as u64, Some(total as u64));
+    report(progress, ProgressEvent { stage, done, total, unit: ProgressUnit::Images })
+}

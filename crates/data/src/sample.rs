@@ -1,154 +1,49 @@
-//! One sample, and how it is written into a batch: cut out, mirrored, scaled and normalised.
+//! One sample, and how its image is written into a batch: cut out, mirrored, scaled and normalised.
 
 use std::borrow::Cow;
 
-#[cfg(feature = "png")]
-use super::DataError;
 use super::augmentation::View;
-use super::{DatasetInfo, Targets};
+use super::{DataError, DatasetInfo, Target};
 
 /// One image with its target.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sample<'a> {
-    /// The image, C x H x W in C order.
+    /// The image.
     pub image: Pixels<'a>,
     /// What is to be learnt about it.
     pub target: Target<'a>,
 }
 
-/// The pixels of an image, C x H x W in C order.
+/// The pixels of an image.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Pixels<'a> {
-    /// Bytes, which are scaled to 0..1 before mean and standard deviation are applied.
+    /// Bytes, C x H x W in C order, which are scaled to 0..1 before mean and standard deviation are applied.
     Bytes(Cow<'a, [u8]>),
-    /// Numbers, to which mean and standard deviation are applied as they are.
+    /// The same in the order of decoders and of batches, H x W x C: nothing has to be moved.
+    Interleaved(Cow<'a, [u8]>),
+    /// Numbers, C x H x W in C order, to which mean and standard deviation are applied as they are.
     Floats(Cow<'a, [f32]>),
 }
 
-/// What is to be learnt about one image.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub enum Target<'a> {
-    /// The class of the image.
-    Class(i64),
-    /// The class of each pixel, H x W in C order.
-    Classes(Cow<'a, [i64]>),
-    /// The class of each pixel in bytes; a single byte may also be the class of the image.
-    Bytes(Cow<'a, [u8]>),
-    /// Values in the shape that [`Targets::Values`] tells, in C order.
-    Values(Cow<'a, [f32]>),
-}
-
-/// The targets of the images of a batch.
-#[derive(Clone, Debug, PartialEq)]
-pub enum TargetBatch {
-    /// N classes, or N x H x W.
-    Labels(Vec<i64>),
-    /// N x n values, or N x n x H x W.
-    Values(Vec<f32>),
-}
-
-impl TargetBatch {
-    /// No targets yet, for samples of a data set with this info.
-    pub(super) fn empty(info: &DatasetInfo) -> TargetBatch {
-        match info.targets {
-            Targets::Image | Targets::Pixels { .. } => TargetBatch::Labels(Vec::new()),
-            Targets::Values { .. } => TargetBatch::Values(Vec::new()),
-        }
-    }
-
-    /// Adds the target of a view of a sample of this data set, which has been checked.
-    pub(super) fn push(&mut self, info: &DatasetInfo, target: &Target<'_>, view: &View) {
-        let (len, of_pixels) = (info.label_len_of([view.height, view.width]), info.targets.are_of_pixels());
-        let size = [info.height, info.width];
+impl Pixels<'_> {
+    /// How many bytes or numbers there are.
+    pub(crate) fn len(&self) -> usize {
         match self {
-            TargetBatch::Labels(labels) => {
-                let start = labels.len();
-                // Pixels of a view beyond its image get the label for no class. Without such a label there is no padding, so all
-                // are overwritten.
-                labels.resize(start + len, info.ignore().unwrap_or(0));
-                let out = &mut labels[start..];
-                match target {
-                    Target::Class(class) => out.fill(*class),
-                    Target::Classes(classes) if of_pixels => {
-                        PlaneView { plane: classes, size, view }.write(out, 1, |class| class);
-                    }
-                    Target::Bytes(bytes) if of_pixels => {
-                        PlaneView { plane: bytes, size, view }.write(out, 1, i64::from);
-                    }
-                    Target::Classes(classes) => out.copy_from_slice(classes),
-                    Target::Bytes(bytes) => out.fill(i64::from(bytes[0])),
-                    Target::Values(_) => unreachable!("the sample has been checked"),
-                }
-            }
-            TargetBatch::Values(all) => {
-                let Target::Values(values) = target else { unreachable!("the sample has been checked") };
-                let start = all.len();
-                all.resize(start + len, 0.0);
-                let out = &mut all[start..];
-                if !of_pixels {
-                    return out.copy_from_slice(values);
-                }
-                let planes = values.chunks(info.height * info.width);
-                for (plane, out) in planes.zip(out.chunks_mut(view.height * view.width)) {
-                    PlaneView { plane, size, view }.write(out, 1, |value| value);
-                }
-            }
-        }
-    }
-
-    /// Adds the targets of another sample of the same data set.
-    pub(super) fn append(&mut self, mut other: TargetBatch) {
-        match (self, &mut other) {
-            (TargetBatch::Labels(all), TargetBatch::Labels(more)) => all.append(more),
-            (TargetBatch::Values(all), TargetBatch::Values(more)) => all.append(more),
-            _ => unreachable!("the targets of a data set are of one kind"),
-        }
-    }
-
-    /// Reserves room for the targets of `samples` samples, `len` numbers each.
-    pub(super) fn reserve(&mut self, samples: usize, len: usize) -> convoke_memory::Result<()> {
-        let more = samples.saturating_mul(len);
-        match self {
-            TargetBatch::Labels(labels) => convoke_memory::reserve(labels, more),
-            TargetBatch::Values(values) => convoke_memory::reserve(values, more),
+            Pixels::Bytes(bytes) | Pixels::Interleaved(bytes) => bytes.len(),
+            Pixels::Floats(values) => values.len(),
         }
     }
 }
 
 /// Checks a sample against the info of its data set; the error says what does not fit.
 pub(super) fn check(info: &DatasetInfo, sample: &Sample<'_>) -> Result<(), String> {
-    let len = match &sample.image {
-        Pixels::Bytes(bytes) => bytes.len(),
-        Pixels::Floats(values) => values.len(),
-    };
+    let len = sample.image.len();
     if len != info.image_len() {
         let [channels, height, width] = info.shape();
         return Err(format!("the image has {len} values, expected {channels} x {height} x {width}"));
     }
-    let label = |label: i64| usize::try_from(label).is_ok_and(|label| label < info.classes);
-    let known = |&value: &i64| label(value) || Some(value) == info.ignore();
-    let (len, wrong) = match (&sample.target, info.targets) {
-        (Target::Values(values), Targets::Values { .. }) => (values.len(), None),
-        (Target::Values(_), _) => return Err("it has values, expected classes".into()),
-        (_, Targets::Values { .. }) => return Err("it has classes, expected values".into()),
-        (Target::Class(class), _) => (1, Some(*class).filter(|class| !known(class))),
-        (Target::Classes(classes), _) => (classes.len(), classes.iter().copied().find(|class| !known(class))),
-        (Target::Bytes(bytes), _) => {
-            (bytes.len(), bytes.iter().map(|&byte| i64::from(byte)).find(|class| !known(class)))
-        }
-    };
-    if len != info.label_len() {
-        return Err(format!("it has {len} labels or values, expected {}", info.label_len()));
-    }
-    match (wrong, info.ignore()) {
-        (None, _) => Ok(()),
-        (Some(class), None) => Err(format!("class {class} is none of {}", info.classes)),
-        (Some(class), Some(ignore)) => {
-            Err(format!("class {class} is none of {} and not {ignore}, which is ignored", info.classes))
-        }
-    }
+    sample.target.check(info)
 }
 
 /// The view of the whole image.
@@ -172,61 +67,159 @@ pub(crate) fn planes(image: &[u8], channels: usize) -> Result<Vec<u8>, DataError
     Ok(planes)
 }
 
-/// Writes the view of an image, which has been checked, as h x w x C, normalised.
-pub(super) fn write_image(info: &DatasetInfo, image: &Pixels<'_>, view: &View, out: &mut [f32]) {
-    let (channels, size) = (info.channels, [info.height, info.width]);
-    let [rows, columns] = view.inside(info.height, info.width);
-    if (rows.len(), columns.len()) != (view.height, view.width) {
-        out.fill(0.0);
+/// Mirrors rows of `width` pixels of an image, H x W x C.
+pub(super) fn mirror<T>(image: &mut [T], width: usize, channels: usize) {
+    for row in image.chunks_exact_mut(width * channels) {
+        // Reversing all elements also reverses those of each pixel, which is undone.
+        row.reverse();
+        if channels > 1 {
+            row.chunks_exact_mut(channels).for_each(<[T]>::reverse);
+        }
     }
-    let plane_len = info.height * info.width;
-    for (channel, (mean, std)) in info.mean.iter().zip(&info.std).enumerate() {
-        let (plane, out) = (channel * plane_len..(channel + 1) * plane_len, &mut out[channel..]);
-        match image {
-            Pixels::Bytes(bytes) => {
-                let (scale, shift) = (1.0 / (255.0 * std), mean / std);
-                let plane = PlaneView { plane: &bytes[plane], size, view };
-                plane.write(out, channels, |byte| f32::from(byte) * scale - shift);
+}
+
+/// What a view shows of an image.
+pub(super) struct Shown<'a> {
+    values: Values<'a>,
+    view: View,
+}
+
+enum Values<'a> {
+    /// Cut out and mirrored, h x w x C. What lies beyond the image is arbitrary.
+    Bytes(Cow<'a, [u8]>),
+    /// The whole image in planes.
+    Floats(Cow<'a, [f32]>),
+    /// As it will be in its batch.
+    Normalised(Vec<f32>),
+}
+
+impl<'a> Shown<'a> {
+    /// Interleaved bytes that are shown as a whole are taken as they are; what is shown of others is copied. The image has been checked.
+    pub(super) fn new(info: &DatasetInfo, image: Pixels<'a>, view: View) -> Result<Shown<'a>, DataError> {
+        let values = match image {
+            Pixels::Bytes(bytes) if info.channels > 1 => {
+                let mut seen = convoke_memory::filled(view.height * view.width * info.channels, 0)?;
+                write_planes((&bytes, info), &view, &mut seen, |_| |byte| byte);
+                Values::Bytes(seen.into())
             }
-            Pixels::Floats(values) => {
-                let plane = PlaneView { plane: &values[plane], size, view };
-                plane.write(out, channels, |value| (value - mean) / std);
+            // Of one channel, both orders are the same.
+            Pixels::Bytes(bytes) | Pixels::Interleaved(bytes) => Values::Bytes(seen(bytes, info, &view)?),
+            Pixels::Floats(values) => Values::Floats(values),
+        };
+        Ok(Shown { values, view })
+    }
+
+    /// The same in memory of its own, which holds no more than is shown.
+    pub(super) fn into_owned(
+        self,
+        info: &DatasetInfo,
+        normaliser: &Normaliser,
+    ) -> Result<Shown<'static>, DataError> {
+        let view = self.view;
+        let values = match self.values {
+            Values::Bytes(Cow::Borrowed(bytes)) => Values::Bytes(convoke_memory::copied(bytes)?.into()),
+            Values::Bytes(Cow::Owned(bytes)) => Values::Bytes(bytes.into()),
+            Values::Floats(_) => {
+                let mut values = convoke_memory::filled(view.height * view.width * info.channels, 0.0)?;
+                self.write(info, normaliser, &mut values);
+                Values::Normalised(values)
+            }
+            Values::Normalised(values) => Values::Normalised(values),
+        };
+        Ok(Shown { values, view })
+    }
+
+    /// Writes it, normalised, into its place in a batch. What lies beyond the image becomes 0.
+    pub(super) fn write(&self, info: &DatasetInfo, normaliser: &Normaliser, out: &mut [f32]) {
+        let size = [info.height, info.width];
+        let [rows, columns] = self.view.inside(size);
+        let is_padded = (rows.len(), columns.len()) != (self.view.height, self.view.width);
+        match &self.values {
+            Values::Bytes(bytes) if !is_padded => normaliser.write(bytes, out),
+            Values::Bytes(bytes) => {
+                out.fill(0.0);
+                for (place, _) in self.view.rows(size) {
+                    let place = place.start * info.channels..place.end * info.channels;
+                    normaliser.write(&bytes[place.clone()], &mut out[place]);
+                }
+            }
+            Values::Floats(values) => {
+                if is_padded {
+                    out.fill(0.0);
+                }
+                write_planes((values, info), &self.view, out, |channel| {
+                    let (mean, std) = (info.mean[channel], info.std[channel]);
+                    move |value| (value - mean) / std
+                });
+            }
+            Values::Normalised(values) => out.copy_from_slice(values),
+        }
+    }
+}
+
+/// What a view shows of an interleaved image.
+fn seen<'a>(pixels: Cow<'a, [u8]>, info: &DatasetInfo, view: &View) -> Result<Cow<'a, [u8]>, DataError> {
+    if *view == whole(info) {
+        return Ok(pixels);
+    }
+    let channels = info.channels;
+    let mut seen = convoke_memory::filled(view.height * view.width * channels, 0)?;
+    for (to, from) in view.rows([info.height, info.width]) {
+        let to = &mut seen[to.start * channels..to.end * channels];
+        to.copy_from_slice(&pixels[from.start * channels..from.end * channels]);
+        if view.flipped {
+            mirror(to, from.len(), channels);
+        }
+    }
+    Ok(seen.into())
+}
+
+/// Writes what a view shows of an image in planes, interleaved. Places beyond the image stay as they are.
+fn write_planes<S: Copy, T, C: Fn(S) -> T>(
+    (planes, info): (&[S], &DatasetInfo),
+    view: &View,
+    out: &mut [T],
+    convert: impl Fn(usize) -> C,
+) {
+    let channels = info.channels;
+    for (channel, plane) in planes.chunks_exact(info.height * info.width).enumerate() {
+        let convert = convert(channel);
+        for (to, from) in view.rows([info.height, info.width]) {
+            let to = out[to.start * channels..to.end * channels].chunks_exact_mut(channels);
+            write_row(to.map(|pixel| &mut pixel[channel]), &plane[from], view.flipped, &convert);
+        }
+    }
+}
+
+/// What scales bytes to 0..1 and applies mean and standard deviation: a factor and a number to subtract for each channel, repeated so
+/// that many neighbours are computed at once.
+pub(super) struct Normaliser {
+    scale: Vec<f32>,
+    shift: Vec<f32>,
+}
+
+impl Normaliser {
+    pub(super) fn new(info: &DatasetInfo) -> Normaliser {
+        const REPEATED: usize = 128;
+        let scale: Vec<f32> = info.std.iter().map(|std| 1.0 / (255.0 * std)).collect();
+        let shift: Vec<f32> = info.mean.iter().zip(&info.std).map(|(mean, std)| mean / std).collect();
+        Normaliser { scale: scale.repeat(REPEATED), shift: shift.repeat(REPEATED) }
+    }
+
+    /// Normalises interleaved pixels.
+    fn write(&self, bytes: &[u8], out: &mut [f32]) {
+        let step = self.scale.len();
+        for (out, bytes) in out.chunks_mut(step).zip(bytes.chunks(step)) {
+            let numbers = self.scale.iter().zip(&self.shift);
+            for ((out, &byte), (scale, shift)) in out.iter_mut().zip(bytes).zip(numbers) {
+                *out = f32::from(byte) * scale - shift;
             }
         }
     }
 }
 
-/// What a view shows of an H x W plane.
-struct PlaneView<'a, S> {
-    plane: &'a [S],
-    size: [usize; 2],
-    view: &'a View,
-}
-
-impl<S: Copy> PlaneView<'_, S> {
-    /// Writes the part that lies in the plane. In `out`, neighbours are `step` elements apart, rows w * `step`.
-    fn write<T>(&self, out: &mut [T], step: usize, convert: impl Fn(S) -> T) {
-        let PlaneView { plane, size: [height, width], view } = *self;
-        let [rows, columns] = view.inside(height, width);
-        if columns.is_empty() {
-            return;
-        }
-        let first = view.left.saturating_add_unsigned(columns.start).unsigned_abs();
-        let place = if view.flipped { view.width - columns.end } else { columns.start };
-        for row in rows {
-            let from = view.top.saturating_add_unsigned(row).unsigned_abs() * width + first;
-            let from = &plane[from..from + columns.len()];
-            let out = &mut out[(row * view.width + place) * step..];
-            match step {
-                // Neighbours in memory can be written several at a time.
-                1 => write_row(out.iter_mut(), from, view.flipped, &convert),
-                _ => write_row(out.chunks_mut(step).map(|group| &mut group[0]), from, view.flipped, &convert),
-            }
-        }
-    }
-}
-
-fn write_row<'a, S: Copy, T: 'a>(
+/// Writes a row, or its reverse.
+pub(super) fn write_row<'a, S: Copy, T: 'a>(
     out: impl Iterator<Item = &'a mut T>,
     row: &[S],
     flipped: bool,

@@ -77,6 +77,85 @@ proptest! {
     }
 }
 
+/// A byte of an image, which differs from those around it.
+fn byte(index: usize, channel: usize, pixel: usize) -> u8 {
+    (index * 91 + channel * 57 + pixel * 13) as u8
+}
+
+fn float(index: usize, channel: usize, pixel: usize) -> f32 {
+    f32::from(byte(index, channel, pixel)) / 7.0
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Order {
+    Planes,
+    Interleaved,
+    FloatPlanes,
+}
+
+/// The same image in any order.
+fn ordered(order: Order, index: usize, [channels, height, width]: [usize; 3]) -> Pixels<'static> {
+    let plane = height * width;
+    let planes = (0..channels * plane).map(|at| (at / plane, at % plane));
+    let pixels = (0..plane * channels).map(|at| (at % channels, at / channels));
+    match order {
+        Order::Planes => Pixels::Bytes(planes.map(|(channel, pixel)| byte(index, channel, pixel)).collect()),
+        Order::Interleaved => {
+            Pixels::Interleaved(pixels.map(|(channel, pixel)| byte(index, channel, pixel)).collect())
+        }
+        Order::FloatPlanes => {
+            Pixels::Floats(planes.map(|(channel, pixel)| float(index, channel, pixel)).collect())
+        }
+    }
+}
+
+proptest! {
+    /// To the bit, in whatever order the pixels of a sample are.
+    #[test]
+    fn pixels_are_normalised_by_their_channel(
+        shape in (1_usize..6, 1_usize..7, 1_usize..7).prop_map(<[usize; 3]>::from),
+        order in prop::sample::select(vec![Order::Planes, Order::Interleaved, Order::FloatPlanes]),
+        (flip, crop, augmented) in any::<(bool, bool, bool)>(),
+        (padding, seed) in (0_usize..3, any::<u64>()),
+        workers in 0_usize..3,
+    ) {
+        let [channels, height, width] = shape;
+        let mean: Vec<f32> = (0..channels).map(|channel| 0.3 + 0.11 * channel as f32).collect();
+        let std: Vec<f32> = (0..channels).map(|channel| 0.17 + 0.07 * channel as f32).collect();
+        let info = DatasetInfo::of_images("made", shape, 2, [&mean, &std]);
+        let sample = move |index, _| Ok(Sample { image: ordered(order, index, shape), target: Target::Class(0) });
+        let data: Arc<dyn Dataset> = Arc::new(from_fn(info.clone(), 5, sample).unwrap());
+        let crop = crop.then(|| [height.div_ceil(2), width.div_ceil(2)]);
+        let augmentation = Augmentation { flip, crop, padding: padding.min(height).min(width) };
+        let views = augmented.then(|| augmentation.views(seed, 1));
+        let request = Request { samples: vec![3, 0, 4], views };
+        let found = load(&Loader::new(data, workers).unwrap(), &request).unwrap().0;
+        let mut found = found.into_iter().map(f32::to_bits);
+        for index in [3, 0, 4] {
+            let view = views.map(|views| views.of(index, &info).unwrap());
+            let (top, left) = view.map_or((0, 0), |view| (view.top, view.left));
+            let [rows, columns] = view.map_or([height, width], |view| [view.height, view.width]);
+            for (row, column) in (0..rows).flat_map(|row| (0..columns).map(move |column| (row, column))) {
+                let flipped = view.is_some_and(|view| view.flipped);
+                let column = if flipped { columns - 1 - column } else { column };
+                let [y, x] = [top + row as isize, left + column as isize];
+                let inside = (0..height as isize).contains(&y) && (0..width as isize).contains(&x);
+                let pixel = if inside { y as usize * width + x as usize } else { 0 };
+                for channel in 0..channels {
+                    let (mean, std) = (mean[channel], std[channel]);
+                    let expected = match order {
+                        _ if !inside => 0.0,
+                        Order::FloatPlanes => (float(index, channel, pixel) - mean) / std,
+                        _ => f32::from(byte(index, channel, pixel)) * (1.0 / (255.0 * std)) - mean / std,
+                    };
+                    prop_assert_eq!(found.next(), Some(expected.to_bits()));
+                }
+            }
+        }
+        prop_assert_eq!(found.next(), None);
+    }
+}
+
 #[test]
 fn an_image_is_what_its_index_and_seed_say() {
     let loader = Loader::new(data(600), 2).unwrap();
@@ -147,7 +226,7 @@ fn wrong(
             target: match targets {
                 Targets::Image => Target::Class(0),
                 Targets::Pixels { .. } => Target::Bytes(Cow::Owned(vec![0; 20])),
-                Targets::Values { .. } => Target::Values(Cow::Owned(vec![0.0; 4])),
+                _ => Target::Values(Cow::Owned(vec![0.0; 4])),
             },
             ..made(index, seed)
         }),

@@ -1,8 +1,11 @@
-//! Photographs of each kind, prepared for evaluation: compared with what Pillow and torchvision make of the same files.
+//! Photographs of each kind, prepared for evaluation: compared with what Pillow and torchvision make of the same files. Whole batches of
+//! them, as training varies them, are compared with those of earlier versions.
 
 use std::path::{Path, PathBuf};
 
-use convoke_data::photos::{Photo, Preparation};
+use convoke_data::photos::{self, FolderOptions, Photo, PhotoAugmentation, Preparation};
+use convoke_data::{Augmentation, Loader, Request, TargetBatch, silent};
+use sha2::{Digest, Sha256};
 
 fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/photos")
@@ -48,4 +51,59 @@ fn photographs_are_prepared_as_torchvision_does() {
         println!("{name}: mean {:.4}, greatest {}", found.0, found.1);
         assert!(found.0 <= mean && found.1 <= greatest, "{name}: {found:?}");
     }
+}
+
+/// Fails when a batch changes: resumed runs would no longer be the runs that they resume, and others' results not those of here.
+#[test]
+fn whole_batches_stay_the_same() {
+    let dir = tempfile::tempdir().unwrap();
+    for (class, name) in [
+        ("a", "wide.png"),
+        ("a", "palette.png"),
+        ("a", "baseline.jpg"),
+        ("b", "rotated.jpg"),
+        ("b", "grey.jpg"),
+        ("b", "transparent.png"),
+    ] {
+        for part in ["train", "val"] {
+            let to = dir.path().join(part).join(class);
+            std::fs::create_dir_all(&to).unwrap();
+            std::fs::copy(folder().join(name), to.join(name)).unwrap();
+        }
+    }
+    let varied = Augmentation { flip: true, crop: Some([28, 30]), padding: 3 };
+    let hashes = [3, 1].map(|channels| {
+        let options = FolderOptions {
+            preparation: Preparation { size: [32, 36], channels, ..Preparation::default() },
+            augmentation: PhotoAugmentation {
+                trivial_augment: true,
+                erasing: 0.5,
+                ..PhotoAugmentation::default()
+            },
+            ..FolderOptions::default()
+        };
+        let train = photos::folder(dir.path(), &options, &silent).unwrap().train;
+        [None, Some(Augmentation::default()), Some(varied)].map(|augmentation| {
+            let hashes = [0, 2].map(|workers| {
+                let loader = Loader::new(train.clone(), workers).unwrap();
+                let mut hash = Sha256::new();
+                for epoch in 0..4 {
+                    let views = augmentation.map(|augmentation| augmentation.views(5, epoch));
+                    let request = Request { samples: vec![4, 0, 1, 5, 3, 2, 1], views };
+                    let mut images = vec![f32::NAN; loader.shape(&request).unwrap().iter().product()];
+                    let targets = loader.load(&request, &mut images).unwrap();
+                    assert_eq!(targets, TargetBatch::Labels(vec![1, 0, 0, 1, 1, 0, 0]));
+                    images.iter().for_each(|value| hash.update(value.to_bits().to_le_bytes()));
+                }
+                u64::from_be_bytes(hash.finalize()[..8].try_into().unwrap())
+            });
+            assert_eq!(hashes[0], hashes[1], "with workers and without");
+            hashes[0]
+        })
+    });
+    let expected = [
+        [0x48ab_7927_35bb_53b0, 0x9984_6791_aa50_87b3, 0xa140_28ce_d1d1_0905],
+        [0x03d5_1525_e770_d154, 0x8f29_88d3_e2b1_dde5, 0xc34c_a585_f170_683b],
+    ];
+    assert_eq!(hashes, expected, "{hashes:#018x?}");
 }

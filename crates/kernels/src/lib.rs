@@ -66,7 +66,6 @@ pub mod slices;
 pub mod softmax;
 pub mod strided;
 pub mod tune;
-pub mod upsample;
 pub mod value_loss;
 
 pub use cpu::Cpu;

@@ -1,4 +1,4 @@
-//! Linear maps of images that handle one axis after the other: upsampling, resizing, adaptive averages, and their gradients.
+//! Linear maps of images that handle one axis after the other: resizing, adaptive averages, and their gradients.
 //!
 //! A row of outputs is a weighted sum of rows of inputs, which is then gathered along the width. Gradients gather too, from the
 //! transposed lists, instead of scattering: so no two tasks write the same place, and no sum depends on the number of threads.

@@ -12,8 +12,8 @@ use convoke_kernels::gemm::{Matrix, MatrixMut, Update, gemm};
 use convoke_kernels::group_norm::{self, Affine, AffineGradients, GroupNorm, GroupNormBackward};
 use convoke_kernels::memory_format::{self, Extent};
 use convoke_kernels::pool::{self, PoolAxis, PoolProblem, WindowIndicesMut};
+use convoke_kernels::resize::{Coordinates, ResizeAxis, ResizeMode, ResizeProblem, ResizeSpec, Rounding};
 use convoke_kernels::slices::Slices;
-use convoke_kernels::upsample::{UpsampleMode, UpsampleProblem};
 use convoke_kernels::{Cpu, Result, activation, concat, elementwise, layer_norm, prelu, softmax};
 use convoke_testkit::{Failures, HUGE, catch_unwind};
 
@@ -328,14 +328,16 @@ fn no_pooling_or_upsampling_panics() {
                         );
                     }
                 }
-                for mode in [UpsampleMode::Nearest, UpsampleMode::Bilinear] {
+                for mode in [ResizeMode::Nearest(Rounding::Floor), ResizeMode::Bilinear] {
                     for shape in [[1, 1, first, second], [first, second, 3, 3], [first, 1, 3, second]] {
                         let [batch, channels, height, width] = shape;
                         for factor in [[1, 2], [first, second], [second, 1]] {
-                            let name = format!("upsample {shape:?} by {factor:?}");
-                            let made = catch_unwind(|| {
-                                UpsampleProblem::new([batch, channels], [height, width], factor, mode, format)
-                            });
+                            let name = format!("resize {shape:?} by {factor:?}");
+                            let axes = [(height, factor[0]), (width, factor[1])]
+                                .map(|(size, factor)| ResizeAxis::by_scale(size, factor as f64));
+                            let coordinates = Coordinates::HalfPixel;
+                            let spec = ResizeSpec { batch, channels, axes, mode, coordinates, format };
+                            let made = catch_unwind(|| ResizeProblem::new(spec));
                             let all = shape.iter().chain(&factor).copied().collect::<Vec<_>>();
                             failures.check(
                                 name,

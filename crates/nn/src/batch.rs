@@ -2,7 +2,7 @@
 
 use convoke_autograd::{Device, MemoryFormat, Tensor};
 
-use crate::data::{DataError, DatasetInfo, Loader, Request, TargetBatch, Targets};
+use crate::data::{DataError, Loader, Request, TargetBatch};
 use crate::{Error, Result};
 
 /// The samples that a request names, scaled and normalised by channel, and their targets.
@@ -24,7 +24,8 @@ pub fn batch(device: &Device, loader: &Loader, request: &Request) -> Result<(Ten
     if device.is_dry() {
         // Convolutions are fastest in channels-last, and every layer keeps the format it is given.
         let images = Tensor::written(device, &shape, MemoryFormat::ChannelsLast, |_: &mut [f32]| Ok(()))?;
-        return Ok((images, any_targets(loader.data().info(), &shape)?));
+        let [count, _, height, width] = shape;
+        return Ok((images, TargetBatch::placeholders(loader.data().info(), count, [height, width])?));
     }
     let mut targets = None;
     let images = Tensor::written(device, &shape, MemoryFormat::ChannelsLast, |out: &mut [f32]| {
@@ -32,18 +33,6 @@ pub fn batch(device: &Device, loader: &Loader, request: &Request) -> Result<(Ten
         Ok(())
     })?;
     Ok((images, targets.expect("the batch was written")))
-}
-
-/// Placeholder targets of a batch of this shape, for a dry device: labels are of a class that is not ignored, if there is one.
-fn any_targets(info: &DatasetInfo, &[batch, _, height, width]: &[usize; 4]) -> Result<TargetBatch> {
-    let len = batch.saturating_mul(info.label_len_of([height, width]));
-    Ok(match info.targets {
-        Targets::Values { .. } => TargetBatch::Values(convoke_memory::filled(len, 0.0)?),
-        Targets::Image | Targets::Pixels { .. } => {
-            let class = i64::from(info.ignore() == Some(0));
-            TargetBatch::Labels(convoke_memory::filled(len, class)?)
-        }
-    })
 }
 
 #[cfg(test)]
@@ -55,7 +44,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::data::{Augmentation, InMemory, Views};
+    use crate::data::{Augmentation, DatasetInfo, InMemory, Targets, Views};
 
     fn info([channels, height, width]: [usize; 3], targets: Targets) -> DatasetInfo {
         // With these, a byte comes back as itself: (byte / 255 - mean) / std.
@@ -97,10 +86,7 @@ mod tests {
                 (first, other) => panic!("{:?} and {:?}", first.as_ref().err(), other.err()),
             }
         }
-        first.map(|(images, targets)| match targets {
-            TargetBatch::Labels(labels) => (images, labels),
-            TargetBatch::Values(values) => panic!("{values:?} are no labels"),
-        })
+        first.map(|(images, targets)| (images, targets.labels().unwrap().to_vec()))
     }
 
     /// Tensors start as NaN.

@@ -111,12 +111,12 @@ pub enum CheckpointError {
 
 type Result<T> = std::result::Result<T, CheckpointError>;
 
-fn failed(file: &Path, action: &'static str) -> impl FnOnce(io::Error) -> CheckpointError {
+pub(crate) fn failed(file: &Path, action: &'static str) -> impl FnOnce(io::Error) -> CheckpointError {
     let file = file.to_owned();
     move |source| CheckpointError::Io { file, action, source }
 }
 
-fn damaged(file: &Path, reason: impl std::fmt::Display) -> CheckpointError {
+pub(crate) fn damaged(file: &Path, reason: impl std::fmt::Display) -> CheckpointError {
     CheckpointError::Damaged { file: file.to_owned(), reason: reason.to_string() }
 }
 

@@ -136,9 +136,9 @@ impl Objective {
 
     /// The default for these targets: cross-entropy against labels, mean squared error against values.
     pub fn usual(targets: Targets) -> Objective {
-        match targets {
-            Targets::Image | Targets::Pixels { .. } => Objective::cross_entropy(CrossEntropy::default()),
-            Targets::Values { .. } => Objective::mean_squared_error(),
+        match targets.are_classes() {
+            true => Objective::cross_entropy(CrossEntropy::default()),
+            false => Objective::mean_squared_error(),
         }
     }
 
@@ -187,7 +187,7 @@ impl Objective {
     /// # Errors
     /// If not; the error names what does not fit.
     pub fn check(&self, info: &DatasetInfo) -> std::result::Result<(), ConfigError> {
-        let has_values = matches!(info.targets, Targets::Values { .. });
+        let has_values = !info.targets.are_classes();
         let other_targets = |takes, has| {
             let (name, data) = (self.name().to_owned(), info.name.clone());
             Err(ConfigError::Targets { name, takes, data, has })
@@ -234,28 +234,30 @@ impl Objective {
     /// # Errors
     /// If output and targets do not fit.
     pub fn loss(&self, output: &Tensor, targets: &TargetBatch, ignore: Option<i64>) -> Result<LossSum> {
-        match (&self.kind, targets) {
-            (Kind::Custom(_, loss), _) => loss.loss(output, targets),
-            (Kind::CrossEntropy(options), TargetBatch::Labels(labels)) => {
+        match &self.kind {
+            Kind::Custom(_, loss) => loss.loss(output, targets),
+            Kind::CrossEntropy(options) => {
+                let labels = targets.labels().ok_or_else(|| self.other_targets())?;
                 let weights = options.class_weights.as_ref().map(|weights| weights[..].into());
                 let options = ClassOptions { ignore, weights, label_smoothing: options.label_smoothing };
                 let (sum, weight) = weighted_nll_loss(output, labels, Reduction::Sum, &options)?;
                 Ok(LossSum { sum, weight })
             }
-            (Kind::MeanSquaredError, TargetBatch::Values(values)) => {
+            Kind::MeanSquaredError | Kind::BinaryCrossEntropy => {
+                let values = targets.values().ok_or_else(|| self.other_targets())?;
                 let target = values_like(output, values)?;
-                Ok(LossSum { sum: mse_loss(output, &target, Reduction::Sum)?, weight: values.len() as f64 })
-            }
-            (Kind::BinaryCrossEntropy, TargetBatch::Values(values)) => {
-                let target = values_like(output, values)?;
-                let sum = binary_cross_entropy_with_logits(output, &target, Reduction::Sum)?;
+                let sum = match &self.kind {
+                    Kind::MeanSquaredError => mse_loss(output, &target, Reduction::Sum)?,
+                    _ => binary_cross_entropy_with_logits(output, &target, Reduction::Sum)?,
+                };
                 Ok(LossSum { sum, weight: values.len() as f64 })
             }
-            _ => Err(Error::Invalid {
-                operation: "objective",
-                reason: format!("{} got targets of another kind", self.name()),
-            }),
         }
+    }
+
+    fn other_targets(&self) -> Error {
+        let reason = format!("{} got targets of another kind", self.name());
+        Error::Invalid { operation: "objective", reason }
     }
 
     /// The names of the metrics that evaluation reports, other than the loss and, where there are labels, the accuracy.
@@ -276,8 +278,8 @@ impl Objective {
             place[0] += sum;
             place[1] += weight;
         };
-        if let (Kind::MeanSquaredError | Kind::BinaryCrossEntropy, TargetBatch::Values(values)) =
-            (&self.kind, targets)
+        if let (Kind::MeanSquaredError | Kind::BinaryCrossEntropy, Some(values)) =
+            (&self.kind, targets.values())
         {
             let found: Vec<f64> = output.detach().to_dtype(convoke_autograd::DType::F64)?.to_vec()?;
             let pairs = found.iter().zip(values).map(|(found, &value)| (*found, f64::from(value)));

@@ -16,7 +16,7 @@ use convoke_distributed::Communicator;
 use serde::Serialize;
 
 use crate::checkpoint::CheckpointError;
-use crate::data::{Augmentation, Dataset, DatasetInfo, Datasets, Loader, Mixing, Targets};
+use crate::data::{Augmentation, Dataset, DatasetInfo, Datasets, Loader, Mixing};
 use crate::data_parallel::{DataParallel, DataParallelOptions, Sampler, shard};
 use crate::models::{ModelOptions, ModelSpec};
 use crate::modules::ConvBnMode;
@@ -132,12 +132,11 @@ impl TrainingConfig {
         if let Some((name, strength)) = self.mixing.out_of_range() {
             return Err(ConfigError::MixingStrength { name, strength });
         }
-        let found = match info.targets {
-            _ if !self.mixing.is_on() => return Ok(()),
-            Targets::Image => return Ok(()),
-            Targets::Pixels { .. } => "a class for each pixel",
-            Targets::Values { .. } => "values",
-        };
+        let (classes, of_pixels) = (info.targets.are_classes(), info.targets.are_of_pixels());
+        if !self.mixing.is_on() || (classes && !of_pixels) {
+            return Ok(());
+        }
+        let found = if classes { "a class for each pixel" } else { "values" };
         Err(ConfigError::NothingToMix { data: info.name.clone(), found })
     }
 

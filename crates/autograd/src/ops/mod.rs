@@ -29,7 +29,6 @@ mod reduce;
 mod reshape;
 mod resize2d;
 mod softmax;
-mod upsample2d;
 mod value_loss;
 
 pub use adaptive_pool2d::{adaptive_avg_pool2d, adaptive_max_pool2d};
@@ -45,7 +44,6 @@ pub use convoke_kernels::batch_norm::{
 pub use convoke_kernels::dropout::dropout_skip;
 pub use convoke_kernels::local_response_norm::LocalResponse;
 pub use convoke_kernels::resize::{Coordinates, ResizeMode, Rounding};
-pub use convoke_kernels::upsample::UpsampleMode;
 pub use dropout::dropout;
 pub use group_norm::{GroupNormOptions, group_norm, instance_norm};
 pub use index::Slice;
@@ -62,7 +60,6 @@ pub use pool2d::{PoolOptions, avg_pool2d, max_pool2d};
 pub use prelu::prelu;
 pub use resize2d::{ResizeOptions, ResizeTo, resize2d};
 pub use softmax::{log_softmax, log_softmax_along, softmax};
-pub use upsample2d::upsample2d;
 pub use value_loss::{binary_cross_entropy_with_logits, mse_loss};
 
 use crate::error::invalid;

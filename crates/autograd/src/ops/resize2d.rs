@@ -62,7 +62,7 @@ impl ResizeOptions {
 }
 
 /// N x C x H x W to N x C x OH x OW, as PyTorch's `interpolate` and ONNX's `Resize` (without antialiasing). Keeps the memory
-/// format. Saves nothing. For whole factors, [`upsample2d`](super::upsample2d) is exact.
+/// format. Saves nothing.
 ///
 /// # Errors
 /// If the tensor does not have four dimensions, a size other than N is 0, a scale is not positive and finite, or the output is

@@ -6,7 +6,7 @@ mod layers;
 use crate::common::{check_refused, device, normal};
 use convoke_autograd::ops::{
     self, BatchNormOptions, ClassOptions, ConvBnBlock, ConvBnParameters, ConvOptions, EpsPlace, Keep,
-    PoolOptions, Reduction, Statistics, UpsampleMode,
+    PoolOptions, Reduction, ResizeOptions, ResizeTo, Statistics,
 };
 use convoke_autograd::{DType, Device, MemoryFormat, Result, Tensor, fold_conv_bn2d, no_grad};
 use convoke_testkit::Failures;
@@ -341,12 +341,14 @@ fn arithmetic() {
 #[test]
 fn upsamplings_and_joined_channels() {
     Refusals::each("upsamplings", |refusals| {
-        let mode = UpsampleMode::Bilinear;
-        ops::upsample2d(&refusals.f32(&[2, 3, 4, 5]), [2, 2], mode).unwrap();
+        let by = |factor: [usize; 2]| {
+            ResizeOptions::bilinear(ResizeTo::Scale(factor.map(|factor| factor as f64)), false)
+        };
+        ops::resize2d(&refusals.f32(&[2, 3, 4, 5]), &by([2, 2])).unwrap();
         let mut check = |name: &str, sizes: &[usize], factor: [usize; 2], parts: &[&str]| {
             let sizes_text = shape(sizes);
-            let parts = [&["upsample2d: ", &sizes_text], parts].concat();
-            refusals.check(name, &parts, |r| ops::upsample2d(&r.f32(sizes), factor, mode));
+            let parts = [&["resize2d: ", &sizes_text], parts].concat();
+            refusals.check(name, &parts, |r| ops::resize2d(&r.f32(sizes), &by(factor)));
         };
         for sizes in [&[2, 3, 4][..], &[2, 3, 4, 5, 1], &[]] {
             check("rank", sizes, [2, 2], &["4D input"]);
@@ -358,8 +360,8 @@ fn upsamplings_and_joined_channels() {
         }
         for batch in [0, 2] {
             let sizes = [batch, 3, 4, 5];
-            check("no factor", &sizes, [0, 2], &["[0, 2] must not be 0"]);
-            check("no factor", &sizes, [2, 0], &["[2, 0] must not be 0"]);
+            check("no factor", &sizes, [0, 2], &["the scale 0 must be positive"]);
+            check("no factor", &sizes, [2, 0], &["the scale 0 must be positive"]);
             for huge in HUGE {
                 check("a huge factor", &sizes, [huge, 1], &["too large"]);
                 check("a huge factor", &sizes, [1, huge], &["too large"]);
@@ -457,6 +459,7 @@ fn empty_batches_pass() {
     let parameters =
         ops::ConvBnParameters { weight: &filters, bias: Some(&five), gamma: None, beta: Some(&five) };
     let last = || x.to_format(MemoryFormat::ChannelsLast);
+    let by = ResizeTo::Scale([2.0, 3.0]);
     let cases: [(&str, Run<'_>, &[&Tensor]); 18] = [
         ("relu", &|| x.relu(), &[]),
         ("add", &|| x.add(&x), &[]),
@@ -468,8 +471,8 @@ fn empty_batches_pass() {
         ("to_format", &|| x.to_format(MemoryFormat::ChannelsLast), &[]),
         ("max_pool2d", &|| ops::max_pool2d(&x, &PoolOptions::new(2)), &[]),
         ("avg_pool2d", &|| ops::avg_pool2d(&last()?, &PoolOptions::new(2)), &[]),
-        ("upsample2d", &|| ops::upsample2d(&x, [2, 3], UpsampleMode::Nearest), &[]),
-        ("upsample2d nhwc", &|| ops::upsample2d(&last()?, [2, 3], UpsampleMode::Bilinear), &[]),
+        ("resize2d", &|| ops::resize2d(&x, &ResizeOptions::nearest(by)), &[]),
+        ("resize2d nhwc", &|| ops::resize2d(&last()?, &ResizeOptions::bilinear(by, false)), &[]),
         ("concat", &|| ops::concat(&[&last()?, &x, &x]), &[]),
         ("conv2d", &|| ops::conv2d(&x, &filters, Some(&five), &ConvOptions::default()), &[&filters, &five]),
         ("conv2d nhwc", &|| ops::conv2d(&last()?, &filters, None, &ConvOptions::default()), &[&filters]),

@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use crate::common::{FORMATS, device, laid_out, tensor, values};
 use convoke_autograd::ops::{
     self, Activation, BatchNormOptions, ClassOptions, ConvBnParameters, ConvOptions, DepthOrder, GemmOptions,
-    Moments, PadMode, Padding, PoolOptions, Reduction, Slice, Statistics, UpsampleMode,
+    Moments, PadMode, Padding, PoolOptions, Reduction, ResizeOptions, ResizeTo, Slice, Statistics,
 };
 use convoke_autograd::{BackwardOptions, Device, MemoryFormat, Result, Tensor};
 use convoke_testkit::{Case, Failures, Golden, Tolerance, check_close_or_both_nan};
@@ -204,11 +204,12 @@ fn poolings() {
 #[test]
 fn upsamplings() {
     let declined = check_file("upsample", |run| {
-        let mode = match run.case.text("mode") {
-            "nearest" => UpsampleMode::Nearest,
-            _ => UpsampleMode::Bilinear,
+        let by = ResizeTo::Scale(run.pair("factor").map(|factor| factor as f64));
+        let options = match run.case.text("mode") {
+            "nearest" => ResizeOptions::nearest(by),
+            _ => ResizeOptions::bilinear(by, false),
         };
-        Some(ops::upsample2d(&run.x(), run.pair("factor"), mode))
+        Some(ops::resize2d(&run.x(), &options))
     });
     assert!(declined.is_empty());
 }

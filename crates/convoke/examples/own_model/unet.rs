@@ -4,7 +4,7 @@
 use convoke::nn::models::ModelOptions;
 use convoke::nn::modules::{
     Conv2d, ConvBn2d, ConvOptions, Flatten, GlobalAvgPool2d, Linear, LogSoftmax, MaxPool2d, PoolOptions,
-    Upsample, UpsampleMode,
+    Resize,
 };
 use convoke::nn::{Forward, Init, Module};
 use convoke::ops::concat;
@@ -40,7 +40,7 @@ impl Forward for GatedUnet {
         let [first, second] = &self.inner;
         let half = second.forward_added(&first.forward(&half)?, &half)?;
         let half = self.gate.forward(&half)?;
-        let whole = concat(&[&Upsample::new(2, UpsampleMode::Nearest).forward(&half)?, &whole])?;
+        let whole = concat(&[&Resize::nearest(2.0).forward(&half)?, &whole])?;
         LogSoftmax.forward(&self.classify.forward(&self.up.forward(&whole)?)?)
     }
 }

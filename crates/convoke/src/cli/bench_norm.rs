@@ -85,7 +85,7 @@ pub(crate) fn run(args: &BenchNormArgs) -> Result<()> {
     stage.end();
     let all = rows.len() == PASSES.len() * jobs.len();
     say(&table(&rows))?;
-    args.json.as_deref().map_or(Ok(()), |file| json::write_value(file, &rows))?;
+    json::write_value(args.json.as_deref(), &rows)?;
     if all { Ok(()) } else { Err(Failure::Interrupted("interrupted: not everything was measured".into())) }
 }
 

@@ -107,25 +107,20 @@ pub(crate) fn run(args: &EvaluateArgs) -> Result<()> {
         let body = format!("{table}\n{}{}", judged.sections(), page::provenance(&[]));
         output::write("--report", file, page::document(&title, &body).as_bytes())
     });
-    let json = args.using.json.as_deref().map_or(Ok(()), |file| {
-        let counts = evaluation.confusion.as_ref().map(|confusion| (confusion.counts(), confusion.classes()));
-        json::write_value(
-            file,
-            &Results {
-                model: model.trained.name.clone(),
-                data: &name,
-                images: data.len(),
-                loss: evaluation.loss,
-                accuracy: evaluation.accuracy,
-                top5_accuracy: evaluation.top5_accuracy,
-                mean_iou: evaluation.mean_iou,
-                classes: judged.classes(),
-                confusion: counts.map_or_else(Vec::new, |(counts, classes)| counts.chunks(classes).collect()),
-                version: env!("CARGO_PKG_VERSION"),
-            },
-        )
-    });
-    reported.and(json)
+    let counts = evaluation.confusion.as_ref().map(|confusion| (confusion.counts(), confusion.classes()));
+    let results = Results {
+        model: model.trained.name.clone(),
+        data: &name,
+        images: data.len(),
+        loss: evaluation.loss,
+        accuracy: evaluation.accuracy,
+        top5_accuracy: evaluation.top5_accuracy,
+        mean_iou: evaluation.mean_iou,
+        classes: judged.classes(),
+        confusion: counts.map_or_else(Vec::new, |(counts, classes)| counts.chunks(classes).collect()),
+        version: env!("CARGO_PKG_VERSION"),
+    };
+    reported.and(json::write_value(args.using.json.as_deref(), &results))
 }
 
 /// The results as a table of names and values.

@@ -12,8 +12,9 @@ pub(crate) fn check(file: Option<&Path>) -> Result<()> {
     output::check("--json", file.filter(|file| !console::to_stdout(Some(file))))
 }
 
-/// Writes any value, with a newline at the end.
-pub(crate) fn write_value(file: &Path, value: &impl Serialize) -> Result<()> {
+/// Writes any value, with a newline at the end, if the flag is given.
+pub(crate) fn write_value(file: Option<&Path>, value: &impl Serialize) -> Result<()> {
+    let Some(file) = file else { return Ok(()) };
     let mut text = serde_json::to_string_pretty(value)?;
     text.push('\n');
     if console::to_stdout(Some(file)) {

@@ -20,7 +20,7 @@ use clap::{Args, ValueEnum, value_parser};
 use convoke_files::{FolderLock, escaped, remove_leftovers};
 use serde::Serialize;
 
-use crate::nn::data::{DatasetInfo, Targets};
+use crate::nn::data::DatasetInfo;
 use crate::nn::training::{ModelCard, Trainer, Validation};
 use crate::nn::{checkpoint, onnx};
 
@@ -253,17 +253,18 @@ pub(crate) fn epochs_without_gain(validations: &[Validation], metric: Metric) ->
 /// # Errors
 /// If such data has no such metric.
 pub(crate) fn metric(args: &KeepArgs, info: &DatasetInfo) -> Result<Metric> {
-    let usual = match info.targets {
-        Targets::Image => Metric::Accuracy,
-        Targets::Pixels { .. } => Metric::MeanIou,
-        Targets::Values { .. } => Metric::Loss,
+    let (classes, of_pixels) = (info.targets.are_classes(), info.targets.are_of_pixels());
+    let usual = match (classes, of_pixels) {
+        (true, false) => Metric::Accuracy,
+        (true, true) => Metric::MeanIou,
+        (false, _) => Metric::Loss,
     };
     let chosen = args.best_by.unwrap_or(usual);
-    let reason = match (chosen, info.targets) {
-        (Metric::Top5, Targets::Image) if info.classes <= 5 => "has no more than five classes",
-        (Metric::Top5, Targets::Pixels { .. } | Targets::Values { .. }) => "has no class for each image",
-        (Metric::MeanIou, Targets::Image | Targets::Values { .. }) => "has no class for each pixel",
-        (Metric::Accuracy, Targets::Values { .. }) => "has no classes",
+    let reason = match chosen {
+        Metric::Top5 if !classes || of_pixels => "has no class for each image",
+        Metric::Top5 if info.classes <= 5 => "has no more than five classes",
+        Metric::MeanIou if !classes || !of_pixels => "has no class for each pixel",
+        Metric::Accuracy if !classes => "has no classes",
         _ => return Ok(chosen),
     };
     Err(Failure::Usage(format!("--best-by {}: {} {reason}; it has {}", name(chosen), info.name, name(usual))))

@@ -90,20 +90,21 @@ pub(crate) fn run(args: &PredictArgs) -> Result<()> {
     let images = images(args, &console)?;
     let model = InUse::open(&args.model, &args.using, &console)?;
     let classes = model.info().classes;
-    match (model.info().targets, &args.masks) {
-        (Targets::Pixels { .. }, _) if classes > MAX_MASK_CLASSES => {
+    let targets = model.info().targets;
+    match (targets.are_of_pixels(), &args.masks) {
+        (true, _) if targets.are_classes() && classes > MAX_MASK_CLASSES => {
             return Err(Failure::Usage(format!(
                 "the model has {classes} classes of pixels; masks can tell {MAX_MASK_CLASSES} of them"
             )));
         }
-        (Targets::Pixels { .. }, Some(folder)) => {
+        (true, Some(folder)) if targets.are_classes() => {
             check_names(&images)?;
             output::check_folder("--masks", folder)?;
         }
         (_, Some(_)) => {
             return Err(Failure::Usage("--masks: the model has no class for each pixel".into()));
         }
-        (targets @ Targets::Values { .. }, None) if targets.are_of_pixels() => {
+        (true, None) if !targets.are_classes() => {
             return Err(Failure::Usage("the model predicts values of pixels, which cannot be shown".into()));
         }
         _ => {}
@@ -113,7 +114,7 @@ pub(crate) fn run(args: &PredictArgs) -> Result<()> {
         .csv
         .as_deref()
         .map_or(Ok(()), |file| output::write("--csv", file, csv(&found, usize::from(args.top)).as_bytes()));
-    let json = args.using.json.as_deref().map_or(Ok(()), |file| json::write_value(file, &found));
+    let json = json::write_value(args.using.json.as_deref(), &found);
     if let Some(folder) = &args.masks {
         output::announce("--masks", folder);
     }
@@ -218,7 +219,7 @@ fn loader(model: &InUse, files: Vec<PathBuf>, noted: Arc<Mutex<Noted>>, workers:
     let data = from_fn(info, files.len(), move |index, _| {
         let read = |file: &Path, preparation: &Preparation| {
             let photo = Photo::open(file)?;
-            Ok::<_, crate::nn::data::DataError>((photo.size(), photo.prepared(preparation)?))
+            Ok::<_, crate::nn::data::DataError>((photo.size(), photo.interleaved(preparation)?))
         };
         let read = read(&files[index], &preparation);
         let mut noted = noted.lock().unwrap_or_else(PoisonError::into_inner);
@@ -232,18 +233,16 @@ fn loader(model: &InUse, files: Vec<PathBuf>, noted: Arc<Mutex<Noted>>, workers:
                 vec![0; preparation.channels * preparation.size[0] * preparation.size[1]]
             }
         };
-        Ok(Sample { image: Pixels::Bytes(bytes.into()), target: Target::Class(0) })
+        Ok(Sample { image: Pixels::Interleaved(bytes.into()), target: Target::Class(0) })
     })?;
     Ok(Loader::new(Arc::new(data), workers)?)
 }
 
 /// The model's output for each image of a batch: probabilities of classes, C or C x H x W, or values.
 fn outputs(model: &InUse, images: &Tensor) -> Result<Vec<Vec<f32>>> {
-    let output = match model.info().targets {
-        Targets::Values { .. } => inference_mode(|| model.trained.module.forward(images))?,
-        Targets::Image | Targets::Pixels { .. } => {
-            inference_mode(|| model.predictor().log_probabilities(images)?.exp())?
-        }
+    let output = match model.info().targets.are_classes() {
+        true => inference_mode(|| model.predictor().log_probabilities(images)?.exp())?,
+        false => inference_mode(|| model.trained.module.forward(images))?,
     };
     let values: Vec<f32> = output.to_format(MemoryFormat::Contiguous)?.to_vec()?;
     let len = values.len() / images.shape()[0].max(1);
@@ -263,32 +262,26 @@ fn of_image(
         class: model.trained.card.class_name(class).into_owned(),
         probability,
     };
-    match model.info().targets {
-        Targets::Values { .. } => {
-            let values = output.iter().map(|&value| f64::from(value)).collect();
-            Ok(Found { values, ..found(Vec::new(), None) })
-        }
-        Targets::Image => {
-            let ranked = ranked(output.iter().map(|&value| f64::from(value)), args.top);
-            Ok(found(ranked.into_iter().map(|(class, share)| named(class, share)).collect(), None))
-        }
-        Targets::Pixels { .. } => {
-            let classes = likeliest(output, model.info().classes);
-            let (prepared, size) =
-                (model.preparation(), size.unwrap_or([model.info().height, model.info().width]));
-            let restored = prepared.restored(&classes, size)?;
-            let mut counts = vec![0_u64; 256];
-            restored.iter().for_each(|class| counts[usize::from(*class)] += 1);
-            let seen: u64 = counts.iter().take(model.info().classes).sum();
-            let shares =
-                counts.iter().take(model.info().classes).map(|&count| count as f64 / seen.max(1) as f64);
-            let ranked = ranked(shares, args.top).into_iter().filter(|(_, share)| *share > 0.0);
-            let predictions = ranked.map(|(class, share)| named(class, share)).collect();
-            let mask =
-                args.masks.as_deref().map(|folder| write_mask(folder, image, &restored, size)).transpose()?;
-            Ok(found(predictions, mask))
-        }
+    let targets = model.info().targets;
+    if !targets.are_classes() {
+        let values = output.iter().map(|&value| f64::from(value)).collect();
+        return Ok(Found { values, ..found(Vec::new(), None) });
     }
+    if !targets.are_of_pixels() {
+        let ranked = ranked(output.iter().map(|&value| f64::from(value)), args.top);
+        return Ok(found(ranked.into_iter().map(|(class, share)| named(class, share)).collect(), None));
+    }
+    let classes = likeliest(output, model.info().classes);
+    let (prepared, size) = (model.preparation(), size.unwrap_or([model.info().height, model.info().width]));
+    let restored = prepared.restored(&classes, size)?;
+    let mut counts = vec![0_u64; 256];
+    restored.iter().for_each(|class| counts[usize::from(*class)] += 1);
+    let seen: u64 = counts.iter().take(model.info().classes).sum();
+    let shares = counts.iter().take(model.info().classes).map(|&count| count as f64 / seen.max(1) as f64);
+    let ranked = ranked(shares, args.top).into_iter().filter(|(_, share)| *share > 0.0);
+    let predictions = ranked.map(|(class, share)| named(class, share)).collect();
+    let mask = args.masks.as_deref().map(|folder| write_mask(folder, image, &restored, size)).transpose()?;
+    Ok(found(predictions, mask))
 }
 
 /// The likeliest classes with their probabilities, the likeliest first.

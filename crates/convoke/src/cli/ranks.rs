@@ -26,9 +26,7 @@ impl Rank<'_> {
     pub(crate) fn is_first(&self) -> bool {
         self.communicator.rank() == 0
     }
-}
 
-impl Rank<'_> {
     /// Runs `work`. If this is the first rank, the others wait for it, however long it takes.
     pub(crate) fn while_others_wait<R>(&self, work: impl FnOnce() -> R) -> Result<R> {
         match self.is_first() {

@@ -112,15 +112,16 @@ fn learning_rate(run: &RunRecord) -> String {
     let points = (0..rates.len()).step_by(every).map(share).collect();
     // Numbers such as 0.0025 would be too wide for narrow screens.
     let name = format!("learning rate in % of {most}");
-    let chart = Chart {
-        title: "learning rate by step",
-        x: Axis { name: "step", from: 0.0, to: up_from_zero(rates.len() as f64), scale: Scale::Whole },
-        y: Axis { name: &name, from: 0.0, to: 105.0, scale: Scale::Linear },
-        lines: vec![Line { class: escape(&run.conv_bn), points, dots: Vec::new() }],
-        filled: false,
-        divide: None,
-    };
-    format!("<h2>Learning rate</h2>\n<figure>\n{}\n</figure>\n", chart.svg())
+    let x = Axis { name: "step", from: 0.0, to: up_from_zero(rates.len() as f64), scale: Scale::Whole };
+    let y = Axis { name: &name, from: 0.0, to: 105.0, scale: Scale::Linear };
+    format!("<h2>Learning rate</h2>\n{}", curve(run, "learning rate by step", [x, y], points))
+}
+
+/// A chart of one line, of a run.
+fn curve(run: &RunRecord, title: &str, [x, y]: [Axis<'_>; 2], points: Vec<(f64, f64)>) -> String {
+    let lines = vec![Line { class: escape(&run.conv_bn), points, dots: Vec::new() }];
+    let chart = Chart { title, x, y, lines, filled: false, divide: None };
+    format!("<figure>\n{}\n</figure>\n", chart.svg())
 }
 
 /// Loss, accuracy and mean IoU on the validation images after each epoch, where there were two epochs or more.
@@ -129,27 +130,22 @@ fn validation(run: &RunRecord) -> String {
     let (Some(first), Some(last)) = (epochs.first(), epochs.last().filter(|_| epochs.len() > 1)) else {
         return String::new();
     };
-    let curve = |name: &str, value: &dyn Fn(&ValidationRecord) -> Option<f64>| {
+    let of_metric = |name: &str, value: &dyn Fn(&ValidationRecord) -> Option<f64>| {
         let points: Vec<(f64, f64)> =
             epochs.iter().map(|of| (of.epoch as f64, value(of).unwrap_or(f64::NAN))).collect();
         let most = points.iter().map(|point| point.1).filter(|y| y.is_finite()).reduce(f64::max);
         // Nothing is drawn of what such data does not have.
         let Some(most) = most else { return String::new() };
-        let chart = Chart {
-            title: &format!("{name} by epoch"),
-            x: Axis { name: "epoch", from: first.epoch as f64, to: last.epoch as f64, scale: Scale::Whole },
-            y: Axis { name, from: 0.0, to: up_from_zero(1.05 * most), scale: Scale::Linear },
-            lines: vec![Line { class: escape(&run.conv_bn), points, dots: Vec::new() }],
-            filled: false,
-            divide: None,
-        };
-        format!("<figure>\n{}\n</figure>\n", chart.svg())
+        let [from, to] = [first, last].map(|of| of.epoch as f64);
+        let x = Axis { name: "epoch", from, to, scale: Scale::Whole };
+        let y = Axis { name, from: 0.0, to: up_from_zero(1.05 * most), scale: Scale::Linear };
+        curve(run, &format!("{name} by epoch"), [x, y], points)
     };
     let percent = |share: Option<f64>| share.map(|share| 100.0 * share);
     let curves = [
-        curve("validation loss", &|of| Some(of.loss)),
-        curve("accuracy in %", &|of| percent(of.accuracy)),
-        curve("mean IoU in %", &|of| percent(of.mean_iou)),
+        of_metric("validation loss", &|of| Some(of.loss)),
+        of_metric("accuracy in %", &|of| percent(of.accuracy)),
+        of_metric("mean IoU in %", &|of| percent(of.mean_iou)),
     ];
     format!("<h2>Validation</h2>\n{}", curves.concat())
 }

@@ -373,7 +373,7 @@ pub(crate) fn publish(run: &Run, rank: &Rank<'_>, results: &Results) -> Result<(
     let text = format!("{}\n\n{}", summary::title(&results.runs[0]), summary::table(results));
     let printed = show(run, &text);
     let reported = run.report.as_deref().map_or(Ok(()), |file| report::write("--report", file, results));
-    let json = run.json.as_deref().map_or(Ok(()), |file| json::write_value(file, results));
+    let json = json::write_value(run.json.as_deref(), results);
     printed.and(reported).and(json)
 }
 

@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 use crate::Cpu;
 use crate::conv::{ConvProblem, Pass};
 use crate::nn::models::ModelSpec;
-use crate::tune::{Event, Source, Tuner, TunerOptions, Tuning};
+use crate::tune::{Source, Tuner, TunerOptions, Tuning};
 use clap::{Args, value_parser};
 
 use super::console::Console;
 use super::failure::{Failure, Result};
 use super::flags::candidates::CandidateArgs;
 use super::flags::problems::{ProblemArgs, passes};
-use super::flags::tuning::Effort;
+use super::flags::tuning::{Effort, tuner};
 use super::flags::values::seconds;
 use super::pass_result::{PassResult, Row};
 use super::registry::model_parser;
@@ -127,7 +127,7 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
     stage.end();
     let done = counts.done();
     shown.and_then(|()| say(&counts.summary(begin.elapsed(), &folder)))?;
-    args.json.as_deref().map_or(Ok(()), |file| json::write_value(file, &rows))?;
+    json::write_value(args.json.as_deref(), &rows)?;
     if console.interrupted() && done < jobs.len() {
         let all = jobs.len();
         return Err(Failure::Interrupted(format!(
@@ -151,21 +151,16 @@ struct Run<'a> {
 impl<'a> Run<'a> {
     fn new(args: &'a TuneArgs, cpu: Cpu, console: &Console, folder: &Path) -> Result<Run<'a>> {
         let told = Arc::new(Mutex::new(None));
-        let (line, last) = (console.line_writer(), told.clone());
+        let last = told.clone();
         let most = Duration::from_secs(if args.effort == Effort::Exhaustive { 2 } else { 1 });
         let options = TunerOptions {
             budget: args.budget.map_or(most, |budget| budget.min(most)),
             cache: Some(folder.to_owned()),
-            observer: Some(Arc::new(move |event| match event {
-                Event::Warning(text) => line(&format!("warning: {text}")),
-                Event::Chosen(tuning) => {
-                    *last.lock().unwrap_or_else(PoisonError::into_inner) = Some((*tuning).clone());
-                }
-                _ => {}
-            })),
             ..args.candidates.options(args.effort)
         };
-        let tuner = Tuner::new(options).map_err(|error| Failure::Usage(error.to_string()))?;
+        let tuner = tuner(options, console, move |tuning| {
+            *last.lock().unwrap_or_else(PoisonError::into_inner) = Some(tuning.clone());
+        })?;
         Ok(Run { args, tuner, cpu, told })
     }
 

@@ -7,7 +7,7 @@ use std::ops::ControlFlow;
 use png::{BitDepth, ColorType};
 
 use super::super::png_file::testing::encode;
-use super::super::{silent, testing};
+use super::super::{ProgressEvent, ProgressUnit, silent, testing};
 use super::*;
 
 const SIZE: [usize; 2] = [2, 3];

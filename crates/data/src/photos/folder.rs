@@ -135,7 +135,7 @@ pub fn folder(
         |files| split(dir, &options.split(), files),
     )?;
     let preparation = &options.preparation;
-    let image = |index: usize| open(dir, &train[index])?.evaluated(preparation);
+    let image = |index: usize| open(dir, &train[index])?.interleaved(preparation);
     let numbers = options.normalisation.of_training((train.len(), preparation.channels), image, progress)?;
     let budget = Budget::new(options.cache_bytes);
     let part = |files: Vec<File>, skipped| -> Result<PhotoFolder, DataError> {
@@ -269,8 +269,11 @@ impl Dataset for PhotoFolder {
         let preparation = &self.options.preparation;
         let photo = self.cache.get(index, Photo::bytes, || open(&self.dir, &self.files[index]))?;
         let drawn = self.options.augmentation.drawn(seed, photo.size(), preparation.size);
-        let image = view::image_planes(&photo, &drawn, preparation, &self.info.mean)?;
-        Ok(Sample { image: Pixels::Bytes(image.into()), target: Target::Class(self.label(index) as i64) })
+        let image = view::image(&photo, &drawn, preparation, &self.info.mean)?;
+        Ok(Sample {
+            image: Pixels::Interleaved(image.into()),
+            target: Target::Class(self.label(index) as i64),
+        })
     }
 }
 

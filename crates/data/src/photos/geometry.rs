@@ -60,8 +60,7 @@ impl Frame {
 
 /// An error about a setting.
 pub(super) fn setting(field: &'static str, expected: impl Into<String>, found: impl ToString) -> DataError {
-    let dataset = "of photographs".to_owned();
-    DataError::Inconsistent { dataset, field, expected: expected.into(), found: found.to_string() }
+    DataError::inconsistent("of photographs", field, expected, found)
 }
 
 impl Preparation {

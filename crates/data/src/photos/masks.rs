@@ -170,7 +170,7 @@ pub fn masks(
     };
     let preparation = options.preparation(size);
     preparation.check()?;
-    let image = |index: usize| train[index].photo(dir)?.evaluated(&preparation);
+    let image = |index: usize| train[index].photo(dir)?.interleaved(&preparation);
     let numbers = options.normalisation.of_training((train.len(), options.channels), image, progress)?;
     let budget = Budget::new(options.cache_bytes);
     let part = |pairs: Vec<Pair>, skipped| -> Result<PhotoMasks, DataError> {
@@ -302,14 +302,14 @@ impl Dataset for PhotoMasks {
         let opened = self.cache.get(index, bytes, || pair.open(&self.dir))?;
         let (photo, mask) = opened.as_ref();
         let drawn = self.options.augmentation.drawn(seed, photo.size(), preparation.size);
-        let image = view::image_planes(photo, &drawn, preparation, &self.info.mean)?;
+        let image = view::image(photo, &drawn, preparation, &self.info.mean)?;
         let classes = view::mask((&mask.bytes, mask.size), &drawn, preparation, NO_CLASS)?;
         let known = |class: u8| class == NO_CLASS || usize::from(class) < self.info.classes;
         if let Some(class) = classes.iter().find(|class| !known(**class)) {
             let expected = format!("below {}, the number of classes, or {NO_CLASS}", self.info.classes);
             return Err(DataError::malformed(&pair.mask, "class", expected, class.to_string()).into());
         }
-        Ok(Sample { image: Pixels::Bytes(image.into()), target: Target::Bytes(classes.into()) })
+        Ok(Sample { image: Pixels::Interleaved(image.into()), target: Target::Bytes(classes.into()) })
     }
 }
 

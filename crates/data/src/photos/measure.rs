@@ -6,8 +6,8 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::super::moments::Moments;
-use super::super::progress::report;
-use super::super::{DataError, Progress, ProgressEvent, ProgressUnit};
+use super::super::progress::report_images;
+use super::super::{DataError, Progress};
 use super::geometry::setting;
 
 /// Images worked on between two reports of progress.
@@ -139,16 +139,12 @@ pub(super) fn in_parallel<T: Send>(
     make: impl Fn(usize) -> T + Sync,
     progress: &Progress<'_>,
 ) -> Result<Vec<T>, DataError> {
-    let step = |done: usize| {
-        let (done, total) = (done as u64, Some(len as u64));
-        report(progress, ProgressEvent { stage, done, total, unit: ProgressUnit::Images })
-    };
-    step(0)?;
+    report_images(progress, stage, [0, len])?;
     let mut made = convoke_memory::with_capacity(len)?;
     while made.len() < len {
         let chunk = made.len()..(made.len() + IMAGES_PER_REPORT).min(len);
         made.par_extend(chunk.into_par_iter().map(&make));
-        step(made.len())?;
+        report_images(progress, stage, [made.len(), len])?;
     }
     Ok(made)
 }

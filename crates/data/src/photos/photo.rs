@@ -79,12 +79,15 @@ impl Photo {
     /// # Errors
     /// The errors of [`Preparation::check`]; [`DataError::Memory`].
     pub fn prepared(&self, preparation: &Preparation) -> Result<Vec<u8>, DataError> {
-        preparation.check()?;
-        planes(&self.evaluated(preparation)?, preparation.channels)
+        planes(&self.interleaved(preparation)?, preparation.channels)
     }
 
-    /// What evaluation shows: H x W x C.
-    pub(super) fn evaluated(&self, preparation: &Preparation) -> Result<Vec<u8>, DataError> {
+    /// The same as H x W x C bytes, as [`Pixels::Interleaved`](crate::Pixels::Interleaved) takes them.
+    ///
+    /// # Errors
+    /// As [`Photo::prepared`].
+    pub fn interleaved(&self, preparation: &Preparation) -> Result<Vec<u8>, DataError> {
+        preparation.check()?;
         self.framed(&preparation.frame(self.size()), preparation.channels)
     }
 

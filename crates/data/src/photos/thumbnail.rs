@@ -21,23 +21,21 @@ pub struct Thumbnail {
     pub channels: usize,
 }
 
-/// A picture of a sample's image, C x H x W as `info` says: reduced by a whole factor, by averaging, until no side is longer than `side`.
+/// A picture of a sample's image, of the shape that `info` says: reduced by a whole factor, by averaging, until no side is longer than `side`.
 /// Of one channel it is grey; of three it is in colours; of other numbers the first channel is shown. Numbers are taken as 0 to 1.
 ///
 /// # Errors
 /// [`DataError::Inconsistent`] if the image has another size, or a side is too long for a JPEG or 0.
 pub fn thumbnail(image: &Pixels<'_>, info: &DatasetInfo, side: usize) -> Result<Thumbnail, DataError> {
     let [channels, height, width] = info.shape();
-    let found = match image {
-        Pixels::Bytes(bytes) => bytes.len(),
-        Pixels::Floats(floats) => floats.len(),
-    };
+    let found = image.len();
     if found != info.image_len() || found == 0 || side == 0 {
         return Err(setting("image", format!("{channels}x{height}x{width}"), found));
     }
-    let value = |place: usize| match image {
-        Pixels::Bytes(bytes) => f32::from(bytes[place]),
-        Pixels::Floats(floats) => 255.0 * floats[place].clamp(0.0, 1.0),
+    let value = |channel: usize, pixel: usize| match image {
+        Pixels::Bytes(bytes) => f32::from(bytes[channel * height * width + pixel]),
+        Pixels::Interleaved(bytes) => f32::from(bytes[pixel * channels + channel]),
+        Pixels::Floats(floats) => 255.0 * floats[channel * height * width + pixel].clamp(0.0, 1.0),
     };
     let factor = height.max(width).div_ceil(side);
     let [rows, columns] = [height.div_ceil(factor), width.div_ceil(factor)];
@@ -48,7 +46,7 @@ pub fn thumbnail(image: &Pixels<'_>, info: &DatasetInfo, side: usize) -> Result<
             let (mut sum, mut count) = (0.0, 0.0);
             for y in (row * factor..height).take(factor) {
                 for x in (column * factor..width).take(factor) {
-                    sum += value((channel * height + y) * width + x);
+                    sum += value(channel, y * width + x);
                     count += 1.0;
                 }
             }

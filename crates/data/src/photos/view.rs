@@ -1,7 +1,7 @@
 //! Shows a photograph, or its mask, as was drawn for it.
 
 use super::super::DataError;
-use super::super::sample::planes;
+use super::super::sample::mirror;
 use super::augmentation::Drawn;
 use super::geometry::{Frame, Preparation, Window};
 use super::photo::Photo;
@@ -16,16 +16,6 @@ fn frame(from: [usize; 2], drawn: &Drawn, preparation: &Preparation) -> Frame {
     }
 }
 
-/// [`image`] as C x H x W bytes.
-pub(super) fn image_planes(
-    photo: &Photo,
-    drawn: &Drawn,
-    preparation: &Preparation,
-    mean: &[f32],
-) -> Result<Vec<u8>, DataError> {
-    planes(&image(photo, drawn, preparation, mean)?, preparation.channels)
-}
-
 /// The image, H x W x C bytes. `mean` is what erased places are filled with, scaled to 0..1.
 pub(super) fn image(
     photo: &Photo,
@@ -36,7 +26,7 @@ pub(super) fn image(
     let &Preparation { size: size @ [_, width], channels, .. } = preparation;
     let mut image = photo.framed(&frame(photo.size(), drawn, preparation), channels)?;
     if drawn.flipped {
-        flip(&mut image, width, channels);
+        mirror(&mut image, width, channels);
     }
     for colour in &drawn.jitter {
         colour.apply(&mut image, width, channels);
@@ -63,23 +53,12 @@ pub(super) fn mask(
     let size = preparation.size;
     let mut mask = resize::nearest(classes, from, &frame(from, drawn, preparation))?;
     if drawn.flipped {
-        flip(&mut mask, size[1], 1);
+        mirror(&mut mask, size[1], 1);
     }
     if let Change::Geometry(affine) = drawn.trivial {
         mask = affine.apply(&mask, size, 1, fill);
     }
     Ok(mask)
-}
-
-/// Mirrors rows of `width` pixels.
-fn flip(image: &mut [u8], width: usize, channels: usize) {
-    for row in image.chunks_exact_mut(width * channels) {
-        // Reversing all bytes also reverses those of each pixel, which is undone.
-        row.reverse();
-        if channels > 1 {
-            row.chunks_exact_mut(channels).for_each(<[u8]>::reverse);
-        }
-    }
 }
 
 fn erase(image: &mut [u8], width: usize, window: &Window, fill: &[u8]) {

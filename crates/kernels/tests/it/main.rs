@@ -32,5 +32,4 @@ mod strided;
 mod tune;
 mod tune_later;
 mod tune_pool;
-mod upsample;
 mod winograd;

@@ -95,9 +95,15 @@ impl ModelSpec {
         }
     }
 
+    /// The same spec for a model that predicts such targets.
+    #[must_use]
+    pub fn of_targets(self, targets: Targets) -> ModelSpec {
+        ModelSpec { targets, ..self }
+    }
+
     /// The same spec for a model that classifies each pixel: its output is log-probabilities, N x classes x H x W.
     pub fn of_pixels(self) -> ModelSpec {
-        ModelSpec { targets: Targets::Pixels { ignore: None }, ..self }
+        self.of_targets(Targets::Pixels { ignore: None })
     }
 
     /// The same spec for a model whose output is logits instead of log-probabilities: what PyTorch's `CrossEntropyLoss` takes.
@@ -115,14 +121,16 @@ impl ModelSpec {
     /// The same spec for a model that predicts `classes` values for each image: N x classes.
     #[must_use]
     pub fn of_values(self) -> ModelSpec {
-        ModelSpec { targets: Targets::Values { shape: [self.classes, 1, 1] }, ..self }
+        let shape = [self.classes, 1, 1];
+        self.of_targets(Targets::Values { shape })
     }
 
     /// The same spec for a model that predicts `classes` values for each pixel: N x classes x H x W.
     #[must_use]
     pub fn of_pixel_values(self) -> ModelSpec {
         let [_, height, width] = self.input;
-        ModelSpec { targets: Targets::Values { shape: [self.classes, height, width] }, ..self }
+        let shape = [self.classes, height, width];
+        self.of_targets(Targets::Values { shape })
     }
 
     /// The same spec for a model that takes all images that `fits` accepts, in any number of classes unless `fits` checks it.
@@ -188,13 +196,7 @@ impl ModelSpec {
     /// # Errors
     /// If the data has another kind; the error names both kinds.
     pub fn check_targets(&self, info: &DatasetInfo) -> std::result::Result<(), ConfigError> {
-        let kind = |targets: Targets| match targets {
-            Targets::Image => "a label for each image",
-            Targets::Pixels { .. } => "a label for each pixel",
-            Targets::Values { .. } if targets.are_of_pixels() => "values for each pixel",
-            Targets::Values { .. } => "values for each image",
-        };
-        let [takes, has] = [self.targets, info.targets].map(kind);
+        let [takes, has] = [self.targets, info.targets].map(Targets::what);
         if takes != has {
             let (name, data) = (self.name.to_string(), info.name.clone());
             return Err(ConfigError::Targets { name, takes, data, has });

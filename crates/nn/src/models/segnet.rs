@@ -1,11 +1,11 @@
 //! A small U-Net that classifies every pixel.
 
-use convoke_autograd::ops::{UpsampleMode, concat};
+use convoke_autograd::ops::concat;
 use convoke_autograd::{Error, Result, Tensor};
 
 use super::ModelSpec;
 use crate::modules::{
-    Conv2d, ConvBn2d, ConvBnMode, ConvOptions, LogSoftmax, MaxPool2d, PoolOptions, Sequential, Upsample,
+    Conv2d, ConvBn2d, ConvBnMode, ConvOptions, LogSoftmax, MaxPool2d, PoolOptions, Resize, Sequential,
 };
 use crate::{Forward, Init, Module};
 
@@ -83,7 +83,7 @@ impl Forward for Segnet {
             );
             return Err(Error::Invalid { operation: "segnet", reason });
         }
-        let (halve, double) = (MaxPool2d(PoolOptions::new(2)), Upsample::new(2, UpsampleMode::Bilinear));
+        let (halve, double) = (MaxPool2d(PoolOptions::new(2)), Resize::bilinear(2.0));
         let mut x = input.clone();
         let mut skipped = Vec::new();
         for level in [&self.down1, &self.down2, &self.down3] {

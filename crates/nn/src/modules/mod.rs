@@ -28,7 +28,6 @@ pub use convoke_autograd::ops::Keep;
 pub use convoke_autograd::ops::{
     Activation, Conv1dOptions, ConvOptions, ConvTransposeOptions, Convention, Coordinates, GroupNormOptions,
     LocalResponse, Padding, Pool1dOptions, PoolOptions, ResizeMode, ResizeOptions, ResizeTo, Rounding,
-    UpsampleMode,
 };
 pub use dropout::{Dropout, StochasticDepth};
 pub use lazy_batch_norm::{LazyBatchNorm, LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d};
@@ -42,5 +41,5 @@ pub use pointwise::{
 pub use sequential::Sequential;
 pub use stateless::{
     AdaptiveAvgPool2d, AdaptiveMaxPool2d, AvgPool1d, AvgPool2d, Flatten, GlobalAvgPool2d, LogSoftmax,
-    MaxPool1d, MaxPool2d, Relu, Resize, Upsample,
+    MaxPool1d, MaxPool2d, Relu, Resize,
 };

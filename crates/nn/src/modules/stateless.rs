@@ -1,6 +1,6 @@
 //! Layers without state: activations, pooling, upsampling, resizing, reshaping.
 
-use convoke_autograd::ops::{self, Pool1dOptions, PoolOptions, ResizeOptions, UpsampleMode};
+use convoke_autograd::ops::{self, Pool1dOptions, PoolOptions, ResizeOptions, ResizeTo};
 use convoke_autograd::{Result, Tensor};
 
 use crate::{Forward, Module};
@@ -46,27 +46,21 @@ pub struct AdaptiveMaxPool2d(#[module(skip)] pub [usize; 2]);
 #[derive(Module, Debug, Clone, Copy)]
 pub struct Resize(#[module(skip)] pub ResizeOptions);
 
+impl Resize {
+    /// Multiplies height and width by a factor, as PyTorch's `Upsample` with the mode `nearest`.
+    pub fn nearest(factor: f64) -> Resize {
+        Resize(ResizeOptions::nearest(ResizeTo::Scale([factor; 2])))
+    }
+
+    /// Multiplies height and width by a factor, as PyTorch's `Upsample` with the mode `bilinear`.
+    pub fn bilinear(factor: f64) -> Resize {
+        Resize(ResizeOptions::bilinear(ResizeTo::Scale([factor; 2]), false))
+    }
+}
+
 /// The mean of each channel of each image: N x C x H x W to N x C x 1 x 1, as PyTorch's `AdaptiveAvgPool2d(1)`.
 #[derive(Module, Debug, Clone, Copy, Default)]
 pub struct GlobalAvgPool2d;
-
-/// Enlarges images by whole factors, as PyTorch's `Upsample` with `align_corners=False`.
-#[derive(Module, Debug, Clone, Copy)]
-pub struct Upsample {
-    /// The factors of height and width.
-    #[module(skip)]
-    pub factor: [usize; 2],
-    /// How values between the pixels of the input are computed.
-    #[module(skip)]
-    pub mode: UpsampleMode,
-}
-
-impl Upsample {
-    /// Multiplies height and width by the same factor.
-    pub fn new(factor: usize, mode: UpsampleMode) -> Upsample {
-        Upsample { factor: [factor; 2], mode }
-    }
-}
 
 impl Forward for Relu {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
@@ -134,11 +128,5 @@ impl Forward for AdaptiveMaxPool2d {
 impl Forward for Resize {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         ops::resize2d(input, &self.0)
-    }
-}
-
-impl Forward for Upsample {
-    fn forward(&self, input: &Tensor) -> Result<Tensor> {
-        ops::upsample2d(input, self.factor, self.mode)
     }
 }

@@ -7,7 +7,7 @@ use convoke_files::{read_text, write_out};
 use serde::{Deserialize, Serialize};
 
 use super::Trainer;
-use crate::checkpoint::CheckpointError;
+use crate::checkpoint::{CheckpointError, damaged, failed};
 use crate::data::{DatasetInfo, PhotoOrigin};
 
 const FORMAT: &str = "convoke model 1";
@@ -57,13 +57,8 @@ impl ModelCard {
     /// # Errors
     /// If the file cannot be read, is no such file, or describes what cannot be.
     pub fn read(file: &Path) -> Result<ModelCard, CheckpointError> {
-        let text = read_text(file, LARGEST).map_err(|source| CheckpointError::Io {
-            file: file.to_owned(),
-            action: "read",
-            source,
-        })?;
-        ModelCard::from_json(&text)
-            .map_err(|reason| CheckpointError::Damaged { file: file.to_owned(), reason })
+        let text = read_text(file, LARGEST).map_err(failed(file, "read"))?;
+        ModelCard::from_json(&text).map_err(|reason| damaged(file, reason))
     }
 
     /// Reads the text of a `model.json`.
@@ -102,11 +97,7 @@ impl ModelCard {
     /// If it cannot be written.
     pub fn write(&self, file: &Path) -> Result<(), CheckpointError> {
         let json = format!("{}\n", self.to_json());
-        write_out(file, json.as_bytes()).map_err(|source| CheckpointError::Io {
-            file: file.to_owned(),
-            action: "write",
-            source,
-        })
+        write_out(file, json.as_bytes()).map_err(failed(file, "write"))
     }
 }
 

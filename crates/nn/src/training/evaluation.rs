@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::ranked::{HardImage, Ranked};
 use super::{AHEAD, Result, Trainer, default_workers, loader};
-use crate::data::{Dataset, DatasetInfo, Loader, Request, TargetBatch, Targets};
+use crate::data::{Dataset, DatasetInfo, Loader, Request};
 use crate::data_parallel::shard;
 use crate::metrics::Confusion;
 use crate::models::ModelSpec;
@@ -263,9 +263,9 @@ impl Judge<'_> {
             let loss = self.objective.loss(&output, &targets, info.ignore())?;
             sums.loss[0] += loss.sum.item()?;
             sums.loss[1] += loss.weight;
-            if let TargetBatch::Labels(labels) = &targets {
+            if let Some(labels) = targets.labels() {
                 sums.confusion.add(&output, labels, info.ignore())?;
-                if info.targets == Targets::Image {
+                if !info.targets.are_of_pixels() {
                     sums.ranked.add(&output, labels, &request.samples)?;
                 }
             }
@@ -286,7 +286,7 @@ struct Sums {
 
 impl Sums {
     fn new(objective: &Objective, info: &DatasetInfo) -> Result<Sums> {
-        let classes = if has_labels(info) { info.classes } else { 1 };
+        let classes = if info.targets.are_classes() { info.classes } else { 1 };
         let metrics = vec![0.0; 2 * objective.metrics().len()];
         Ok(Sums { loss: [0.0; 2], metrics, confusion: Confusion::new(classes)?, ranked: Ranked::default() })
     }
@@ -310,17 +310,15 @@ impl Sums {
             loss: loss[0] / loss[1].max(f64::MIN_POSITIVE),
             accuracy: match objective.begins_with_accuracy() {
                 true => Some(metrics.remove(0).1),
-                false => confusion.accuracy().filter(|_| has_labels(info)),
+                false => confusion.accuracy().filter(|_| info.targets.are_classes()),
             },
             top5_accuracy: ranked.top5_accuracy(info.classes),
-            mean_iou: confusion.mean_iou().filter(|_| matches!(info.targets, Targets::Pixels { .. })),
+            mean_iou: confusion
+                .mean_iou()
+                .filter(|_| info.targets.are_classes() && info.targets.are_of_pixels()),
             metrics,
-            confusion: has_labels(info).then_some(confusion),
+            confusion: info.targets.are_classes().then_some(confusion),
             hardest: ranked.into_hardest(),
         }
     }
-}
-
-fn has_labels(info: &DatasetInfo) -> bool {
-    !matches!(info.targets, Targets::Values { .. })
 }

@@ -5,10 +5,10 @@ use std::path::PathBuf;
 
 use convoke_autograd::inference_mode;
 use convoke_distributed::Communicator;
-use convoke_kernels::tune::Choice;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::resume::{RunFiles, RunState};
+use super::resume::RunFiles;
 use super::{Result, Trainer, TrainingConfig};
 use crate::data::{DatasetInfo, Request};
 use crate::data_parallel::{DataParallel, DataParallelOptions, shard_sizes, share_bytes, share_state};
@@ -96,15 +96,11 @@ impl Trainer {
     /// Gives rank 0's position, optimizer and random state to all ranks. Its model follows with [`DataParallel::new`].
     fn share_run(&mut self, communicator: &Communicator) -> Result<()> {
         let RunFiles { model, optimizer, average } = self.files()?;
-        let state = serde_json::to_vec(&self.state()).map_err(ConfigError::Unreadable)?;
-        let state = share_bytes(communicator, "state of the run", state)?;
+        let state = share_value(communicator, "state of the run", &self.state())?;
         let optimizer = share_bytes(communicator, "optimizer", optimizer)?;
         let average = average.map(|average| share_bytes(communicator, "average of the weights", average));
         let average = average.transpose()?;
-        if communicator.rank() == 0 {
-            return Ok(());
-        }
-        let state: RunState = serde_json::from_slice(&state).map_err(ConfigError::Unreadable)?;
+        let Some(state) = state else { return Ok(()) };
         let name = |what: &str| PathBuf::from(format!("{what} of rank 0"));
         let files = RunFiles {
             model: (name("model"), model),
@@ -120,12 +116,7 @@ impl Trainer {
         let keeps = planner::keeps(self.model.as_ref());
         let keeps = keeps.into_iter().map(|(path, keep)| (path, keep.name().to_owned())).collect();
         let plan = SharedPlan { keeps, workspace_limit: self.workspace_limit };
-        let plan = serde_json::to_vec(&plan).map_err(ConfigError::Unreadable)?;
-        let plan = share_bytes(communicator, "memory plan", plan)?;
-        if communicator.rank() == 0 {
-            return Ok(());
-        }
-        let plan: SharedPlan = serde_json::from_slice(&plan).map_err(ConfigError::Unreadable)?;
+        let Some(plan) = share_value(communicator, "memory plan", &plan)? else { return Ok(()) };
         if self.config.conv_bn == ConvBnMode::Fused {
             let keep = |(path, name): (String, String)| Some((path, Keep::named(&name)?));
             let keeps = plan.keeps.into_iter().filter_map(keep).collect();
@@ -147,10 +138,7 @@ impl Trainer {
             // wait, as measuring may take longer than their timeout.
             let _ = communicator.at_work(|| self.rehearse(communicator.world_size()))?;
         }
-        let choices = serde_json::to_vec(&tuner.choices()).map_err(ConfigError::Unreadable)?;
-        let choices = share_bytes(communicator, "choice of algorithms", choices)?;
-        if communicator.rank() > 0 {
-            let choices: Vec<Choice> = serde_json::from_slice(&choices).map_err(ConfigError::Unreadable)?;
+        if let Some(choices) = share_value(communicator, "choice of algorithms", &tuner.choices())? {
             tuner.adopt(self.device.compute().isa(), choices);
         }
         Ok(())
@@ -195,6 +183,18 @@ impl Trainer {
         }
         Ok(())
     }
+}
+
+/// Rank 0's value, on the other ranks.
+fn share_value<T: Serialize + DeserializeOwned>(
+    communicator: &Communicator,
+    name: &str,
+    own: &T,
+) -> Result<Option<T>> {
+    let bytes = serde_json::to_vec(own).map_err(ConfigError::Unreadable)?;
+    let bytes = share_bytes(communicator, name, bytes)?;
+    let theirs = (communicator.rank() > 0).then(|| serde_json::from_slice(&bytes));
+    Ok(theirs.transpose().map_err(ConfigError::Unreadable)?)
 }
 
 /// Whether any rank has the wish.

@@ -7,7 +7,7 @@ use convoke_kernels::tune::Choice;
 use serde::{Deserialize, Serialize};
 
 use super::{ModelCard, Result, Trainer, TrainingConfig, Validation};
-use crate::checkpoint::{self, CheckpointError, Value};
+use crate::checkpoint::{self, CheckpointError, Value, damaged};
 use crate::data::{Augmentation, DatasetInfo, Datasets, Mixing};
 use crate::objective::ObjectiveRecord;
 use crate::optimizer::RuleSettings;
@@ -117,7 +117,7 @@ impl Trainer {
                 "step: its folder is named for step {step}, but it is the checkpoint of step {done}, of which it has the losses: a \
                  folder keeps the name that it was saved under"
             );
-            return Err(CheckpointError::Damaged { file, reason }.into());
+            return Err(damaged(&file, reason).into());
         }
         let mut files = loaded.files.into_iter();
         let mut next = || files.next().expect("the files that were asked for");
@@ -138,10 +138,8 @@ impl Trainer {
         let average = average.map(|(file, bytes)| checkpoint::from_safetensors(&file, &bytes, &model_values));
         let average = average.transpose()?;
         let model_values = checkpoint::from_safetensors(&model_file, &model, &model_values)?;
-        let (tensors, steps) = self.optimizer.state();
-        check_names(&file, &steps, &state.optimizer_steps)?;
-        let expected: Vec<_> =
-            tensors.into_iter().map(|(name, tensor)| (name, Value::Tensor(tensor))).collect();
+        let expected = self.optimizer_values();
+        check_names(&file, &self.optimizer.state().1, &state.optimizer_steps)?;
         let slots = checkpoint::from_safetensors(&optimizer_file, &optimizer, &expected)?;
         drop(expected);
         // Everything has been read and fits: only now change anything.
@@ -202,20 +200,19 @@ impl Trainer {
 
     /// A run resumes only with the settings that it was saved with.
     fn check_settings(&self, file: &Path, saved: &RunState) -> Result<()> {
-        let damaged = |reason: String| CheckpointError::Damaged { file: file.to_owned(), reason };
         let (own, mut other) = (self.settings(), saved.settings.clone().canonical());
         // A run that gets longer follows the schedule of the longer run from here.
         if let Some(steps) = own.schedule.and_then(|own| own.total_steps()) {
             other.schedule = other.schedule.map(|schedule| schedule.over(steps));
         }
         match difference::first([&own, &other]) {
-            Err(error) => Err(damaged(error.to_string()).into()),
+            Err(error) => Err(damaged(file, error).into()),
             Ok(Some(difference)) => {
                 let [expected, found] = difference.values;
                 let (file, field) = (file.to_owned(), difference.field);
                 Err(CheckpointError::Mismatch { file, field, expected, found }.into())
             }
-            Ok(None) => self.check_position(saved).map_err(|reason| damaged(reason).into()),
+            Ok(None) => self.check_position(saved).map_err(|reason| damaged(file, reason).into()),
         }
     }
 
@@ -251,12 +248,14 @@ impl Trainer {
 
     /// The contents of a checkpoint's files.
     pub(super) fn files(&self) -> Result<RunFiles<Vec<u8>>> {
-        let tensors = self.optimizer.state().0;
-        let tensors: Vec<_> =
-            tensors.into_iter().map(|(name, tensor)| (name, Value::Tensor(tensor))).collect();
         let model = checkpoint::to_safetensors(&checkpoint::model_values(self.model.as_ref()))?;
-        let optimizer = checkpoint::to_safetensors(&tensors)?;
+        let optimizer = checkpoint::to_safetensors(&self.optimizer_values())?;
         Ok(RunFiles { model, optimizer, average: self.average_file()? })
+    }
+
+    /// The optimizer's tensors by name.
+    fn optimizer_values(&self) -> Vec<(String, Value)> {
+        self.optimizer.state().0.into_iter().map(|(name, tensor)| (name, Value::Tensor(tensor))).collect()
     }
 }
 

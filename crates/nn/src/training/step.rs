@@ -123,7 +123,7 @@ impl Trainer {
         let loading_seconds = start.elapsed().as_secs_f64();
         let _forward = span("forward");
         let loss = match self.mix(&images) {
-            Some(mix) => self.mixed_loss(&mix, &images, targets)?,
+            Some(mix) => self.mixed_loss(&mix, &images, &targets)?,
             None => self.loss(&self.output(self.model.as_ref(), &images)?, &targets)?,
         };
         Ok((self.parallel.weighted_mean(&loss.sum, loss.weight)?, loading_seconds))
@@ -138,8 +138,8 @@ impl Trainer {
 
     /// The loss of this rank's images, each mixed with the one before it; that of the first, of another rank perhaps, is in front of
     /// them.
-    fn mixed_loss(&self, mix: &Mix, images: &Tensor, targets: TargetBatch) -> Result<LossSum> {
-        let TargetBatch::Labels(labels) = targets else { unreachable!("only images with classes are mixed") };
+    fn mixed_loss(&self, mix: &Mix, images: &Tensor, targets: &TargetBatch) -> Result<LossSum> {
+        let labels = targets.labels().expect("only images with classes are mixed");
         let &[count, channels, height, width] = images.shape() else {
             unreachable!("images are N x C x H x W")
         };

@@ -8,8 +8,8 @@ use convoke_autograd::{DType, GradCheck, MemoryFormat, Result, Tensor, gradcheck
 use convoke_nn::models::mnist_cnn;
 use convoke_nn::modules::{
     Activation, AvgPool2d, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, Dropout,
-    Flatten, Linear, LogSoftmax, MaxPool2d, Padding, PoolOptions, Relu, Sequential, StochasticDepth,
-    Upsample, UpsampleMode,
+    Flatten, Linear, LogSoftmax, MaxPool2d, Padding, PoolOptions, Relu, Resize, ResizeOptions, ResizeTo,
+    Sequential, StochasticDepth,
 };
 use convoke_nn::{Forward, Init, Module, ModuleExt, Optimizer, Parameter, Rule, TrainingMode};
 use convoke_testkit::{Failures, Tolerance, assert_close};
@@ -79,9 +79,9 @@ fn layers_without_parameters_by_hand() {
     assert_eq!(run(&Relu), (vec![1, 1, 2, 4], vec![1.0, 0.0, 3.0, 4.0, 0.0, 6.0, 7.0, 0.0]));
     assert_eq!(run(&Flatten), (vec![1, 8], values(&x)));
     let wide = [1.0, 1.0, -2.0, -2.0, 3.0, 3.0, 4.0, 4.0, -5.0, -5.0, 6.0, 6.0, 7.0, 7.0, -8.0, -8.0];
-    let nearest = Upsample { factor: [1, 2], mode: UpsampleMode::Nearest };
+    let nearest = Resize(ResizeOptions::nearest(ResizeTo::Scale([1.0, 2.0])));
     assert_eq!(run(&nearest), (vec![1, 1, 2, 8], wide.to_vec()));
-    let (shape, bilinear) = run(&Upsample::new(2, UpsampleMode::Bilinear));
+    let (shape, bilinear) = run(&Resize::bilinear(2.0));
     assert_eq!((shape, bilinear[0], bilinear[31]), (vec![1, 1, 4, 8], 1.0, -8.0));
     // The second row is 3/4 of the first one's 1, 1/4, -5/4 and 1/4 of the second one's -5, -9/4, 13/4.
     assert_eq!(bilinear[8..11], [-0.5, -0.375, -0.125]);

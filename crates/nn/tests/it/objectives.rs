@@ -71,6 +71,7 @@ fn sample(targets: Targets, index: usize, seed: Option<u64>) -> Sample<'static> 
             Targets::Image => Target::Class(class as i64),
             Targets::Pixels { .. } => Target::Classes((0..PIXELS).map(label).collect()),
             Targets::Values { shape } => Target::Values((0..shape.iter().product()).map(value).collect()),
+            _ => panic!("{targets:?}"),
         },
     }
 }
@@ -86,14 +87,14 @@ fn data(targets: Targets) -> Datasets {
 }
 
 fn spec(targets: Targets) -> ModelSpec {
-    let kind = [targets.are_of_pixels(), matches!(targets, Targets::Values { .. })];
+    let kind = [targets.are_of_pixels(), !targets.are_classes()];
     let spec = ModelSpec::new("two", IMAGE, CLASSES, move |init, options| Two::new(init, options, kind))
         .takes("images of any size", |_| true);
     match targets {
-        Targets::Image => spec,
         Targets::Pixels { .. } => spec.of_pixels(),
-        Targets::Values { .. } if targets == DENSE => spec.of_pixel_values(),
-        Targets::Values { .. } => spec.of_values(),
+        VECTOR => spec.of_values(),
+        DENSE => spec.of_pixel_values(),
+        _ => spec.of_targets(targets),
     }
 }
 
@@ -113,8 +114,7 @@ fn objectives() -> Vec<(Targets, Objective)> {
         Ok(LossSum { sum: output.mul(output)?.sum()?, weight: output.len() as f64 })
     })
     .with_metric("mean output", |output, targets| {
-        let TargetBatch::Values(values) = targets else { panic!("{targets:?}") };
-        Ok((output.sum()?.item()?, values.len() as f64))
+        Ok((output.sum()?.item()?, targets.values().unwrap().len() as f64))
     });
     vec![
         (Targets::Image, plain()),

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use convoke_autograd::ops::{UpsampleMode, concat};
+use convoke_autograd::ops::concat;
 use convoke_autograd::{Device, Result, Tensor};
 use convoke_distributed::{Options, run_threads};
 use convoke_nn::data::{
@@ -12,7 +12,7 @@ use convoke_nn::data::{
 };
 use convoke_nn::models::{ModelOptions, ModelSpec, Models};
 use convoke_nn::modules::{
-    Conv2d, ConvBn2d, ConvBnMode, ConvOptions, LogSoftmax, MaxPool2d, PoolOptions, Upsample,
+    Conv2d, ConvBn2d, ConvBnMode, ConvOptions, LogSoftmax, MaxPool2d, PoolOptions, Resize,
 };
 use convoke_nn::planner::{Planner, PlannerOptions};
 use convoke_nn::training::{Trainer, TrainingConfig, predict_memory};
@@ -44,7 +44,7 @@ impl Forward for Small {
         let whole = self.first.forward(input)?;
         let half = MaxPool2d(PoolOptions::new(2)).forward(&whole)?;
         let half = self.residual.forward_added(&half, &half)?;
-        let joined = concat(&[&Upsample::new(2, UpsampleMode::Nearest).forward(&half)?, &whole])?;
+        let joined = concat(&[&Resize::nearest(2.0).forward(&half)?, &whole])?;
         LogSoftmax.forward(&self.last.forward(&joined)?)
     }
 }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::common::{self, assert_refused, backward, init, normal, parameter, spec, tensor, values};
-use convoke_autograd::ops::{UpsampleMode, concat, log_softmax, max_pool2d, upsample2d};
+use convoke_autograd::ops::{ResizeOptions, ResizeTo, concat, log_softmax, max_pool2d, resize2d};
 use convoke_autograd::{Cpu, DType, Device, DeviceOptions, MemoryFormat, Tensor, inference_mode};
 use convoke_distributed::{Options, run_threads};
 use convoke_nn::data::{DatasetInfo, InMemory, Targets, TrainTest};
@@ -68,7 +68,8 @@ fn levels_are_joined_with_what_skipped_them() {
     };
     let halved = |x: &Tensor| max_pool2d(x, &PoolOptions::new(2)).unwrap();
     let joined = |below: &Tensor, skipped: &Tensor| {
-        concat(&[&upsample2d(below, [2, 2], UpsampleMode::Bilinear).unwrap(), skipped]).unwrap()
+        let double = ResizeOptions::bilinear(ResizeTo::Scale([2.0; 2]), false);
+        concat(&[&resize2d(below, &double).unwrap(), skipped]).unwrap()
     };
     let first = run("down1", &x);
     let second = run("down2", &halved(&first));

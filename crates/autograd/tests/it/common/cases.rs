@@ -7,9 +7,9 @@ mod pointwise;
 mod shapes;
 
 use convoke_autograd::ops::{
-    ConvOptions, Padding, PoolOptions, Statistics, UpsampleMode, activate, avg_pool2d, batch_norm,
-    batch_norm_recomputed, binary_cross_entropy_with_logits, concat, conv2d, cross_entropy, dropout, linear,
-    log_softmax_along, max_pool2d, mse_loss, nll_loss, softmax, upsample2d,
+    ConvOptions, Padding, PoolOptions, Statistics, activate, avg_pool2d, batch_norm, batch_norm_recomputed,
+    binary_cross_entropy_with_logits, concat, conv2d, cross_entropy, dropout, linear, log_softmax_along,
+    max_pool2d, mse_loss, nll_loss, softmax,
 };
 use convoke_autograd::{DType, Device, MemoryFormat, Result, Tensor};
 use convoke_testkit::Random;
@@ -49,7 +49,7 @@ const fn operation(name: &'static str, file: &'static str, cases: fn(&mut Draw))
 }
 
 /// Every public operation and method that can be recorded.
-pub(crate) const OPERATIONS: [Operation; 72] = [
+pub(crate) const OPERATIONS: [Operation; 71] = [
     operation("add", "arithmetic", |draw| two_operands(draw, Tensor::add)),
     operation("mul", "arithmetic", |draw| two_operands(draw, Tensor::mul)),
     operation("scale", "arithmetic", |draw| any_shape(draw, |x| x.scale(-1.7))),
@@ -129,7 +129,6 @@ pub(crate) const OPERATIONS: [Operation; 72] = [
     operation("amax", "reduce", |draw| shapes::reduce_cases(draw, Draw::distinct, Tensor::amax)),
     operation("amin", "reduce", |draw| shapes::reduce_cases(draw, Draw::distinct, Tensor::amin)),
     operation("reshape_onnx", "reshape", shapes::reshape_onnx_cases),
-    operation("upsample2d", "upsample2d", upsample2d_cases),
 ];
 
 /// Methods that are another operation by another name, and so share its cases.
@@ -462,20 +461,6 @@ fn avg_pool2d_cases(draw: &mut Draw) {
     let options = PoolOptions { divisor_override: Some(7), ..three };
     let x = draw.normal(&shape);
     draw.add(format!("{options:?}"), vec![x], move |inputs| avg_pool2d(&inputs[0], &options));
-}
-
-fn upsample2d_cases(draw: &mut Draw) {
-    let (shapes, factors): (&[[usize; 4]], &[[usize; 2]]) = match draw.size {
-        Size::Small => (&[[2, 3, 3, 2], [1, 1, 1, 4], [2, 2, 2, 1]], &[[1, 1], [2, 2], [3, 1], [4, 5]]),
-        Size::Large => (&[[3, 8, 21, 20]], &[[2, 2], [3, 2]]),
-    };
-    for (&shape, &factor) in shapes.iter().flat_map(|shape| factors.iter().map(move |by| (shape, by))) {
-        for mode in [UpsampleMode::Nearest, UpsampleMode::Bilinear] {
-            let x = draw.normal(&shape);
-            let name = format!("{mode} {shape:?} by {factor:?}");
-            draw.add(name, vec![x], move |inputs| upsample2d(&inputs[0], factor, mode));
-        }
-    }
 }
 
 fn relu_cases(draw: &mut Draw) {

@@ -6,13 +6,12 @@ mod report;
 mod table;
 
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::Duration;
 
 use crate::Cpu;
 use crate::conv::{ConvProblem, Pass};
 use crate::kernels::Error;
-use crate::tune::{Event, Tuner, TunerOptions};
+use crate::tune::{Tuner, TunerOptions};
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 
@@ -20,7 +19,7 @@ use super::console::Console;
 use super::failure::{Failure, Result};
 use super::flags::candidates::CandidateArgs;
 use super::flags::problems::ProblemArgs;
-use super::flags::tuning::Effort;
+use super::flags::tuning::{Effort, tuner};
 use super::flags::values::seconds;
 use super::pass_result::{PassResult, Row};
 use super::{json, output, problems};
@@ -71,7 +70,9 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
         return Err(Failure::Usage("name a problem, such as mb16ic64ih56oc64kh3ph1, or a --suite".into()));
     }
     let jobs = problems::jobs(&args.problems, &problems);
-    let tuner = tuner(args, &console)?;
+    // Without a cache.
+    let options = TunerOptions { budget: args.budget, ..args.candidates.options(args.effort) };
+    let tuner = tuner(options, &console, |_| ())?;
     problems::check_memory(&jobs)?;
     args.candidates.warn_of_threads(&console);
     let cpu = args.candidates.cpu()?;
@@ -102,21 +103,6 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     Ok(())
 }
 
-/// A tuner without a cache; unknown names of algorithms are bad usage.
-fn tuner(args: &BenchArgs, console: &Console) -> Result<Tuner> {
-    let line = console.line_writer();
-    let options = TunerOptions {
-        budget: args.budget,
-        observer: Some(Arc::new(move |event| {
-            if let Event::Warning(text) = event {
-                line(&format!("warning: {text}"));
-            }
-        })),
-        ..args.candidates.options(args.effort)
-    };
-    Tuner::new(options).map_err(|error| Failure::Usage(error.to_string()))
-}
-
 fn measure(tuner: &Tuner, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<PassResult> {
     match tuner.tune(problem, pass, cpu, &mut |_| ()) {
         Ok(tuning) => {
@@ -142,6 +128,6 @@ fn publish(args: &BenchArgs, machine: &Machine, results: &[PassResult]) -> Resul
         .as_deref()
         .map_or(Ok(()), |file| output::write("--report", file, report::page(machine, results).as_bytes()));
     let rows: Vec<&Row> = results.iter().flat_map(|result| &result.rows).collect();
-    let json = args.json.as_deref().map_or(Ok(()), |file| json::write_value(file, &rows));
+    let json = json::write_value(args.json.as_deref(), &rows);
     reported.and(json)
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::cli::console::Console;
 use crate::cli::failure::{Failure, Result};
 use crate::cli::places;
-use crate::tune::{self, Event, Source, Tuner, TunerOptions};
+use crate::tune::{self, Event, Source, Tuner, TunerOptions, Tuning};
 use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
 
@@ -70,17 +70,13 @@ impl TuningArgs {
     pub(crate) fn tuner(&self, console: &Console) -> Result<Tuner> {
         let line = console.line_writer();
         let (verbose, announced) = (self.verbose, AtomicBool::new(false));
-        let observer = move |event: &Event<'_>| match event {
-            Event::Chosen(tuning) => {
-                if tuning.source == Source::Measured && !announced.swap(true, Ordering::Relaxed) {
-                    line("measuring convolutions for this run and later ones (-v shows them)");
-                }
-                if verbose {
-                    line(&tuning.to_string());
-                }
+        let chosen = move |tuning: &Tuning| {
+            if tuning.source == Source::Measured && !announced.swap(true, Ordering::Relaxed) {
+                line("measuring convolutions for this run and later ones (-v shows them)");
             }
-            Event::Warning(text) => line(&format!("warning: {text}")),
-            _ => {}
+            if verbose {
+                line(&tuning.to_string());
+            }
         };
         let options = TunerOptions {
             effort: self.effort.into(),
@@ -89,9 +85,24 @@ impl TuningArgs {
             workspace_limit: usize::try_from(self.workspace_limit.as_u64()).unwrap_or(usize::MAX),
             total_budget: self.tune_budget,
             cache: self.cache.clone().or_else(places::default_cache_folder),
-            observer: Some(Arc::new(observer)),
             ..TunerOptions::default()
         };
-        Tuner::new(options).map_err(|error| Failure::Usage(error.to_string()))
+        tuner(options, console, chosen)
     }
+}
+
+/// A tuner that shows its warnings on the console, and tells `chosen` of each choice.
+pub(crate) fn tuner(
+    options: TunerOptions,
+    console: &Console,
+    chosen: impl Fn(&Tuning) + Send + Sync + 'static,
+) -> Result<Tuner> {
+    let line = console.line_writer();
+    let observer = move |event: &Event<'_>| match event {
+        Event::Chosen(tuning) => chosen(tuning),
+        Event::Warning(text) => line(&format!("warning: {text}")),
+        _ => {}
+    };
+    let options = TunerOptions { observer: Some(Arc::new(observer)), ..options };
+    Tuner::new(options).map_err(|error| Failure::Usage(error.to_string()))
 }

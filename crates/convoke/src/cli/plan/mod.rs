@@ -149,7 +149,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
         )?;
     }
     let document = Document { plan: Some(plan), curve: points, largest_batch };
-    args.json.as_deref().map_or(Ok(()), |file| json::write_value(file, &document))
+    json::write_value(args.json.as_deref(), &document)
 }
 
 /// A run of the model on noise of its own shape.

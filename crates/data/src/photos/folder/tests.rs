@@ -228,8 +228,8 @@ fn samples_are_those_of_photographs() {
     let set = load(folder.path()).unwrap().train;
     let sample = set.sample(2, None).unwrap();
     let expected = Photo::open(&folder.path().join("train/dog/a.PNG")).unwrap();
-    let expected = expected.prepared(&options().preparation).unwrap();
-    assert_eq!(sample, Sample { image: Pixels::Bytes(expected.into()), target: Target::Class(1) });
+    let expected = expected.interleaved(&options().preparation).unwrap();
+    assert_eq!(sample, Sample { image: Pixels::Interleaved(expected.into()), target: Target::Class(1) });
     let [first, again, other] = [1, 1, 2].map(|seed| set.sample(2, Some(seed)).unwrap());
     assert!(first == again && first != other && first != sample);
 
@@ -238,7 +238,9 @@ fn samples_are_those_of_photographs() {
     let set = super::folder(folder.path(), &grey, &silent).unwrap().train;
     assert_eq!((set.info().shape(), &set.info().mean), ([1, 8, 10], &vec![0.449]));
     for seed in [None, Some(1)] {
-        assert!(matches!(set.sample(0, seed).unwrap().image, Pixels::Bytes(bytes) if bytes.len() == 80));
+        assert!(
+            matches!(set.sample(0, seed).unwrap().image, Pixels::Interleaved(bytes) if bytes.len() == 80)
+        );
     }
     let same = FolderOptions { augmentation: PhotoAugmentation::none(), ..options() };
     let set = super::folder(folder.path(), &same, &silent).unwrap().train;

@@ -9,7 +9,6 @@ use super::super::decode::decode;
 use super::super::testing::{encode, refusal, scene, write};
 use super::*;
 use crate::png_file::testing::encode as encode_png;
-use crate::sample::planes;
 use crate::{Loader, Request, TargetBatch, silent};
 
 const SIZE: [usize; 2] = [12, 16];
@@ -74,9 +73,9 @@ fn images_are_paired_with_masks() {
     assert_eq!(classes(&train, 0), [vec![0; 8], vec![255; 8]].concat().repeat(12));
     assert_eq!(classes(&train, 1), [5, 2].repeat(96));
     // As they are, without a size to resize to.
-    let Pixels::Bytes(image) = train.sample(0, None).unwrap().image else { panic!("floats") };
+    let Pixels::Interleaved(image) = train.sample(0, None).unwrap().image else { panic!("floats") };
     let expected = decode(&photo(1), Path::new("x")).unwrap();
-    assert_eq!(image.into_owned(), planes(&expected.bytes, 3).unwrap());
+    assert_eq!(image.into_owned(), expected.bytes);
     let part = train.part("test", &silent).unwrap();
     assert_eq!((part.len(), part.info(), classes(&part, 0)), (1, info, vec![3; 192]));
 }
@@ -231,7 +230,9 @@ fn image_and_mask_have_one_geometry() {
             continue;
         }
         let sample = set.sample(0, seed).unwrap();
-        let (Pixels::Bytes(image), Target::Bytes(mask)) = (sample.image, sample.target) else { panic!() };
+        let (Pixels::Interleaved(image), Target::Bytes(mask)) = (sample.image, sample.target) else {
+            panic!()
+        };
         for (byte, class) in image.iter().zip(mask.iter()) {
             match (byte, class) {
                 // Beyond the image.

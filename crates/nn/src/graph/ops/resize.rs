@@ -1,9 +1,7 @@
 //! Resizing of images.
 
 use convoke_autograd::Error;
-use convoke_autograd::ops::{
-    self, Coordinates, ResizeMode, ResizeOptions, ResizeTo, Rounding, Slice, UpsampleMode,
-};
+use convoke_autograd::ops::{self, Coordinates, ResizeMode, ResizeOptions, ResizeTo, Rounding, Slice};
 
 use super::windows::{Images, MOST_AXES};
 use super::*;
@@ -261,15 +259,6 @@ fn run(resize: &Resize, inputs: &Inputs<'_>) -> Result<Tensor> {
         Interpolation::Of(mode) => mode,
         Interpolation::Cubic { a } => return x.back(cubic(&x.tensor, to, (resize, a))?),
     };
-    let factors = match to {
-        ResizeTo::Scale(scale) | ResizeTo::SizeByScale { scale, .. } => scale,
-        ResizeTo::Size(size) => [size[0] as f64 / height as f64, size[1] as f64 / width as f64],
-    };
-    if let Some(mode) = exact(mode, resize.coordinates)
-        && factors.iter().all(|factor| factor.fract() == 0.0 && (1.0..=4096.0).contains(factor))
-    {
-        return x.back(ops::upsample2d(&x.tensor, factors.map(|factor| factor as usize), mode)?);
-    }
     let (mut image, mut to) = (x.tensor.clone(), to);
     if resize.one_pixel_at_zero {
         for (axis, size) in size_of(to, &x.tensor).into_iter().enumerate() {
@@ -300,21 +289,6 @@ fn scaled_size(sizes: [usize; 2], scale: [f64; 2], kind: Kind) -> [usize; 2] {
         Kind::F32 => (sizes[axis] as f32 * scale[axis] as f32) as usize,
         _ => (sizes[axis] as f64 * scale[axis]) as usize,
     })
-}
-
-/// The kernel for whole factors that computes the same.
-fn exact(mode: ResizeMode, coordinates: Coordinates) -> Option<UpsampleMode> {
-    match (mode, coordinates) {
-        (ResizeMode::Nearest(Rounding::Floor | Rounding::FloorOrCeil), Coordinates::Asymmetric) => {
-            Some(UpsampleMode::Nearest)
-        }
-        (
-            ResizeMode::Nearest(Rounding::RoundPreferFloor | Rounding::RoundPreferCeil),
-            Coordinates::HalfPixel,
-        ) => Some(UpsampleMode::Nearest),
-        (ResizeMode::Bilinear, Coordinates::HalfPixel) => Some(UpsampleMode::Bilinear),
-        _ => None,
-    }
 }
 
 fn sizes_to(x: &Images, sizes: &[usize], aspect: Aspect) -> ResizeTo {

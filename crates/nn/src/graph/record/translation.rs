@@ -232,7 +232,6 @@ impl<'a> Translation<'a> {
             Operation::AveragePool(options) => Ok(self.average_pool(step, options)),
             Operation::AdaptivePool { max } => Ok(self.adaptive_pool(step, *max)),
             Operation::Resize(options) => self.resize(step, options),
-            Operation::Upsample { factor, mode } => Ok(self.upsample(step, *factor, *mode)),
             Operation::Linear => {
                 Ok(self.node(step, Op::Gemm(Gemm { trans_b: true, ..Gemm::default() }), all()))
             }

@@ -2,8 +2,8 @@
 
 use convoke_autograd::Result;
 use convoke_autograd::ops::{
-    Conv3dOptions, ConvOptions, ConvTranspose3dOptions, ConvTransposeOptions, Coordinates, PoolOptions,
-    ResizeMode, ResizeOptions, ResizeTo, Rounding, UpsampleMode,
+    Conv3dOptions, ConvOptions, ConvTranspose3dOptions, ConvTransposeOptions, PoolOptions, ResizeOptions,
+    ResizeTo,
 };
 
 use super::super::{
@@ -145,14 +145,6 @@ impl Translation<'_> {
             // What this computes is compared with the module's outputs, its size too.
             ResizeTo::Scale(scale) | ResizeTo::SizeByScale { scale, .. } => self.scaled(step, resize, scale),
         })
-    }
-
-    pub(super) fn upsample(&mut self, step: &Step<'_>, factor: [usize; 2], mode: UpsampleMode) -> String {
-        let (mode, coordinates) = match mode {
-            UpsampleMode::Nearest => (ResizeMode::Nearest(Rounding::Floor), Coordinates::Asymmetric),
-            UpsampleMode::Bilinear => (ResizeMode::Bilinear, Coordinates::HalfPixel),
-        };
-        self.scaled(step, Resize::of(mode, coordinates), factor.map(|factor| factor as f64))
     }
 
     fn scaled(&mut self, step: &Step<'_>, resize: Resize, [height, width]: [f64; 2]) -> String {
