@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 
-CRATES = ["convoke_kernels", "convoke_autograd", "convoke_data", "convoke_nn", "convoke"]
+CRATES = ["convoke_kernels", "convoke_autograd", "convoke_data", "convoke_graph", "convoke_nn", "convoke"]
 MOST = 0.05
 
 

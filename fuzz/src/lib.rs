@@ -5,9 +5,6 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
-use convoke_nn::Module;
-use convoke_nn::checkpoint::save_model;
-
 /// A folder of this process, in the system's folder for temporary files.
 pub fn folder() -> &'static Path {
     static FOLDER: LazyLock<PathBuf> = LazyLock::new(|| {
@@ -26,9 +23,10 @@ pub fn file(name: &str, bytes: &[u8]) -> PathBuf {
 }
 
 /// A model's complete state, as it is saved.
-pub fn state(model: &impl Module) -> Vec<u8> {
+#[cfg(feature = "training")]
+pub fn state(model: &impl convoke_graph::Module) -> Vec<u8> {
     let saved = folder().join("state.safetensors");
-    save_model(model, &saved).expect("it can be saved");
+    convoke_nn::checkpoint::save_model(model, &saved).expect("it can be saved");
     fs::read(saved).expect("it was saved")
 }
 

@@ -8,10 +8,10 @@ use std::sync::Arc;
 
 use convoke_autograd::{Device, no_grad};
 use convoke_fuzz::check_said;
-use convoke_nn::Init;
-use convoke_nn::graph::Graph;
-use convoke_nn::modules::ConvBnMode;
-use convoke_nn::onnx::{WriteOptions, read_bytes, write};
+use convoke_graph::Init;
+use convoke_graph::graph::Graph;
+use convoke_graph::modules::ConvBnMode;
+use convoke_graph::onnx::{WriteOptions, read_bytes, write};
 use libfuzzer_sys::fuzz_target;
 
 thread_local! {

@@ -4,10 +4,10 @@
 
 use convoke_autograd::{Device, Tensor, no_grad};
 use convoke_fuzz::check_said;
-use convoke_nn::Init;
-use convoke_nn::graph::Graph;
-use convoke_nn::modules::ConvBnMode;
-use convoke_nn::onnx::read_bytes;
+use convoke_graph::Init;
+use convoke_graph::graph::Graph;
+use convoke_graph::modules::ConvBnMode;
+use convoke_graph::onnx::read_bytes;
 use libfuzzer_sys::fuzz_target;
 
 thread_local! {

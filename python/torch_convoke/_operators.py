@@ -2,7 +2,7 @@
 
 A function gets an `Emitter` and the operation's arguments, with PyTorch's names and defaults; tensors are `Value`s. It emits nodes and
 gives the resulting value, or raises `Unsupported` with a reason for the report. The operators of graphs are listed in
-crates/nn/src/graph/ops/mod.rs; their names and meanings are ONNX's.
+crates/graph/src/graph/ops/mod.rs; their names and meanings are ONNX's.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 /// The crates, each with the crates of this workspace that it may depend on. Those stand above it, so that
 /// dependencies point one way.
-const DEPENDENCIES: [(&str, &[&str]); 11] = [
+const DEPENDENCIES: [(&str, &[&str]); 12] = [
     ("convoke-testkit", &[]),
     ("convoke-memory", &[]),
     ("convoke-files", &["convoke-memory"]),
@@ -15,6 +15,17 @@ const DEPENDENCIES: [(&str, &[&str]); 11] = [
     ("convoke-autograd", &["convoke-memory", "convoke-kernels"]),
     ("convoke-data", &["convoke-memory", "convoke-files"]),
     ("convoke-derive", &[]),
+    (
+        "convoke-graph",
+        &[
+            "convoke-memory",
+            "convoke-files",
+            "convoke-kernels",
+            "convoke-autograd",
+            "convoke-derive",
+            "convoke-distributed",
+        ],
+    ),
     (
         "convoke-nn",
         &[
@@ -25,6 +36,7 @@ const DEPENDENCIES: [(&str, &[&str]); 11] = [
             "convoke-data",
             "convoke-derive",
             "convoke-distributed",
+            "convoke-graph",
         ],
     ),
     (
@@ -40,10 +52,7 @@ const DEPENDENCIES: [(&str, &[&str]); 11] = [
             "convoke-nn",
         ],
     ),
-    (
-        "convoke-python",
-        &["convoke-memory", "convoke-kernels", "convoke-autograd", "convoke-distributed", "convoke-nn"],
-    ),
+    ("convoke-python", &["convoke-kernels", "convoke-autograd", "convoke-graph"]),
 ];
 /// Where `unsafe` may stand; this file only speaks of it.
 const MAY_BE_UNSAFE: [&str; 4] = [

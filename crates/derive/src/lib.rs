@@ -1,4 +1,4 @@
-//! `#[derive(Module)]`, which `convoke-nn` and `convoke` export beside the trait. See `convoke_nn::Module` for how to use it.
+//! `#[derive(Module)]`, which `convoke-graph`, `convoke-nn` and `convoke` export beside the trait. See `convoke_nn::Module` for how to use it.
 
 use proc_macro2::{Span, TokenStream};
 use quote::quote;
@@ -10,6 +10,12 @@ use syn::{Data, DeriveInput, Error, Field, Generics, Index, LitStr, Member, Resu
 #[proc_macro_derive(Module, attributes(module))]
 pub fn derive_module(input: proc_macro::TokenStream) -> proc_macro::TokenStream {
     expand(input, &quote!(::convoke_nn))
+}
+
+/// Derives the trait for users of `convoke-graph`.
+#[proc_macro_derive(GraphModule, attributes(module))]
+pub fn derive_module_of_graph(input: proc_macro::TokenStream) -> proc_macro::TokenStream {
+    expand(input, &quote!(::convoke_graph))
 }
 
 /// Derives the trait for users of `convoke`, who need not depend on `convoke-nn`.

@@ -11,20 +11,12 @@ mod config_error;
 pub mod data_parallel;
 mod difference;
 mod float_json;
-pub mod graph;
-pub mod init;
 pub mod metrics;
 pub mod models;
-mod module;
-pub mod modules;
 pub mod objective;
-#[cfg(feature = "onnx")]
-pub mod onnx;
 mod optimizer;
-mod parameter;
 mod parameter_rules;
 pub mod planner;
-mod random;
 mod schedule;
 pub mod training;
 
@@ -35,14 +27,11 @@ pub use all_reduce::all_reduce;
 pub use batch::batch;
 pub use clip::clip_grad_norm;
 pub use config_error::ConfigError;
-pub use convoke_autograd::{Error, Result};
 #[doc(inline)]
 pub use convoke_data as data;
 pub use convoke_derive::Module;
-pub use init::Init;
-pub use module::{Field, Forward, Module, ModuleExt, Part, Parts, State, TrainingMode};
+#[doc(inline)]
+pub use convoke_graph::*;
 pub use optimizer::{Optimizer, OptimizerOptions, OptimizerSpec, OptimizerSpecs, Rule};
-pub use parameter::{Buffer, Counter, Parameter};
 pub use parameter_rules::{Decay, ParameterRules};
-pub use random::Generator;
 pub use schedule::{Schedule, SchedulePoint, StepLr};

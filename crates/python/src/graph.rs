@@ -8,10 +8,10 @@ use convoke_autograd::{
     DType, Device, Error, Exported, Gradients, MemoryFormat, Root, Tensor, backward_from, enable_grad,
     no_grad,
 };
-use convoke_nn::graph::Definition;
-use convoke_nn::modules::ConvBnMode;
-use convoke_nn::planner::{GraphInput, GraphKeep, GraphStep};
-use convoke_nn::{Buffer, Init, ModuleExt, Parameter, State};
+use convoke_graph::graph::Definition;
+use convoke_graph::modules::ConvBnMode;
+use convoke_graph::planner::{GraphInput, GraphKeep, GraphStep};
+use convoke_graph::{Buffer, Init, ModuleExt, Parameter, State};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -31,7 +31,7 @@ pub(crate) struct Graph {
 struct Model {
     definition: Arc<Definition>,
     dtype: DType,
-    graph: convoke_nn::graph::Graph,
+    graph: convoke_graph::graph::Graph,
     state: Vec<Slot>,
     working_format: Option<MemoryFormat>,
     /// The format of each output.
@@ -226,7 +226,7 @@ impl Model {
         let init = Init { dtype, ..Init::new(device, 0) };
         let definition = Arc::new(definition);
         let mut graph =
-            convoke_nn::graph::Graph::with_values(&definition, &init, ConvBnMode::Fused, &values)?;
+            convoke_graph::graph::Graph::with_values(&definition, &init, ConvBnMode::Fused, &values)?;
         let working_format = formats.works_in_channels_last.then_some(MemoryFormat::ChannelsLast);
         graph.set_working_format(working_format);
         let (mut names, mut state) = (Vec::new(), Vec::new());

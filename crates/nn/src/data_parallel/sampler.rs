@@ -2,7 +2,9 @@
 
 use std::ops::Range;
 
-use crate::random::permutation;
+use rand::SeedableRng;
+use rand::seq::SliceRandom;
+use rand_chacha::ChaCha8Rng;
 
 /// A rank's part of `len` items. The parts of the ranks follow each other and differ by at most one item; no part is larger than
 /// the last rank's. A rank beyond the last one gets nothing. A `world_size` of 0 counts as 1.
@@ -102,6 +104,19 @@ pub(crate) fn shard_sizes(len: usize, batch_size: usize, world_size: usize) -> V
     sizes
 }
 
+/// The numbers 0..len in an order that depends on seed and epoch only.
+///
+/// # Panics
+/// If `len` does not fit 32 bits.
+fn permutation(seed: u64, epoch: usize, len: usize) -> Vec<u32> {
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    random.set_stream((epoch as u64).wrapping_add(1));
+    let len = u32::try_from(len).unwrap_or_else(|_| panic!("{len} samples are more than 32 bits can number"));
+    let mut order: Vec<u32> = (0..len).collect();
+    order.shuffle(&mut random);
+    order
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -175,5 +190,15 @@ mod tests {
     fn sizes_near_the_largest_do_not_overflow() {
         assert_eq!(shard(usize::MAX, 1, 2).end, usize::MAX);
         assert_eq!(Sampler::new(1, 5, usize::MAX - 1).batch(0, 0, 1).samples.len(), 5);
+    }
+
+    #[test]
+    fn every_epoch_has_its_own_order() {
+        let (a, b) = (permutation(1, 0, 1000), permutation(1, 1, 1000));
+        assert_ne!(a, b);
+        assert_eq!(a, permutation(1, 0, 1000));
+        let mut sorted = a;
+        sorted.sort_unstable();
+        assert!(sorted.into_iter().eq(0..1000));
     }
 }

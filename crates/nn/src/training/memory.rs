@@ -1,22 +1,13 @@
 //! Predicts how much memory a run's steps take, without computing them.
 
 use convoke_autograd::Device;
+pub use convoke_graph::planner::MemoryPrediction;
+use convoke_graph::planner::{self, blocks};
 
 use super::{Result, StepReport, Trainer, TrainingConfig};
 use crate::data::Datasets;
 use crate::data_parallel::shard;
-use crate::planner::{self, BlockKind};
 use crate::{ConfigError, Module};
-
-/// The bytes that a step's [`StepReport`](super::StepReport) will report.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct MemoryPrediction {
-    /// Bytes in use at the end of forward.
-    pub bytes_end_of_forward: usize,
-    /// The most bytes in use at any moment of the step.
-    pub bytes_peak: usize,
-}
 
 /// Exactly the bytes that the steps of a run with this configuration will report: for a run alone on `device`, from its second
 /// step on and for whole batches.
@@ -37,7 +28,7 @@ pub fn predict_memory(
 /// A run on a [dry](Device::dry) device, which tells the bytes of its steps.
 pub(crate) struct DrySteps {
     trainer: Trainer,
-    kinds: Vec<Option<BlockKind>>,
+    kinds: Vec<Option<blocks::BlockKind>>,
 }
 
 impl DrySteps {
@@ -51,15 +42,15 @@ impl DrySteps {
         let config = TrainingConfig { stop_on_nan: false, ..config };
         let device = device.dry();
         let mut dry = DrySteps { trainer: Trainer::new(&device, config, data)?, kinds: Vec::new() };
-        let weights = planner::weights(dry.model());
+        let weights = blocks::weights(dry.model());
         device.start_block_runs();
         dry.step()?;
-        dry.kinds = planner::kinds(&weights, &device.take_block_runs());
+        dry.kinds = blocks::kinds(&weights, &device.take_block_runs());
         Ok(dry)
     }
 
     /// The kind of each block of the model, in its order; `None` for a block that runs as separate layers or needs no gradient.
-    pub(crate) fn kinds(&self) -> &[Option<BlockKind>] {
+    pub(crate) fn kinds(&self) -> &[Option<blocks::BlockKind>] {
         &self.kinds
     }
 
@@ -72,7 +63,7 @@ impl DrySteps {
         // Start at a whole batch: the last one of an epoch may be smaller.
         self.trainer.batch = 0;
         let StepReport { bytes_end_of_forward, bytes_peak, .. } = self.trainer.step()?;
-        Ok(MemoryPrediction { bytes_end_of_forward, bytes_peak })
+        Ok(MemoryPrediction::new(bytes_end_of_forward, bytes_peak))
     }
 }
 

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use convoke_autograd::inference_mode;
 use convoke_distributed::Communicator;
+use convoke_graph::planner;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -15,7 +16,7 @@ use crate::data_parallel::{DataParallel, DataParallelOptions, shard_sizes, share
 use crate::difference::{self, Difference};
 use crate::modules::{ConvBnMode, Keep};
 use crate::planner::MemoryPlan;
-use crate::{ConfigError, Init, ModuleExt, batch, planner};
+use crate::{ConfigError, Init, ModuleExt, batch};
 
 impl Trainer {
     /// Makes this run one rank of a run that all ranks of `communicator` share. Each rank calls this with a run of the same

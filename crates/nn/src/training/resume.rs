@@ -11,8 +11,7 @@ use crate::checkpoint::{self, CheckpointError, Value, damaged};
 use crate::data::{Augmentation, DatasetInfo, Datasets, Mixing};
 use crate::objective::ObjectiveRecord;
 use crate::optimizer::RuleSettings;
-use crate::random::GeneratorState;
-use crate::{Module, ParameterRules, Schedule, difference};
+use crate::{GeneratorState, Module, ParameterRules, Schedule, difference};
 
 /// The settings that must not change when a run resumes. The Conv+BN mode is not among them: both modes give the same values.
 #[derive(Debug, Clone, Serialize, Deserialize)]

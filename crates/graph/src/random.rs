@@ -82,12 +82,14 @@ impl Generator {
     }
 
     /// Numbers drawn so far, in 32-bit words.
-    pub(crate) fn position(&self) -> u64 {
+    #[doc(hidden)]
+    pub fn position(&self) -> u64 {
         self.state().position
     }
 
     /// Goes to the position after `position` 32-bit words.
-    pub(crate) fn set_position(&self, position: u64) {
+    #[doc(hidden)]
+    pub fn set_position(&self, position: u64) {
         self.restore(&GeneratorState { position, ..self.state() });
     }
 
@@ -97,20 +99,6 @@ impl Generator {
         random.set_word_pos(u128::from(state.position));
         *self.lock() = random;
     }
-}
-
-/// The numbers 0..len in an order that depends on seed and epoch only.
-///
-/// # Panics
-/// If `len` does not fit 32 bits.
-pub(crate) fn permutation(seed: u64, epoch: usize, len: usize) -> Vec<u32> {
-    use rand::seq::SliceRandom;
-    let mut random = ChaCha8Rng::seed_from_u64(seed);
-    random.set_stream((epoch as u64).wrapping_add(1));
-    let len = u32::try_from(len).unwrap_or_else(|_| panic!("{len} samples are more than 32 bits can number"));
-    let mut order: Vec<u32> = (0..len).collect();
-    order.shuffle(&mut random);
-    order
 }
 
 #[cfg(test)]
@@ -141,15 +129,5 @@ mod tests {
         }
         let random = Generator::new(3);
         assert_eq!([random.normal(7, 2.0), random.normal(4, 2.0)].concat(), values[..11]);
-    }
-
-    #[test]
-    fn every_epoch_has_its_own_order() {
-        let (a, b) = (permutation(1, 0, 1000), permutation(1, 1, 1000));
-        assert_ne!(a, b);
-        assert_eq!(a, permutation(1, 0, 1000));
-        let mut sorted = a;
-        sorted.sort_unstable();
-        assert!(sorted.into_iter().eq(0..1000));
     }
 }

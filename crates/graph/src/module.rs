@@ -31,8 +31,8 @@ pub trait Forward {
 /// a field, mark it `#[module(name = "...")]`.
 ///
 /// ```
-/// use convoke_nn::modules::{Conv2d, ConvOptions};
-/// use convoke_nn::{Forward, Init, Module, ModuleExt, Parameter, Result};
+/// use convoke_graph::modules::{Conv2d, ConvOptions};
+/// use convoke_graph::{Forward, Init, Module, ModuleExt, Parameter, Result};
 /// use convoke_autograd::{Device, Tensor};
 ///
 /// /// x + scale * convolution(x)
@@ -62,13 +62,13 @@ pub trait Forward {
 /// };
 /// let names: Vec<String> = module.parameters().into_iter().map(|(name, _)| name).collect();
 /// assert_eq!(names, ["scale", "convolution.weight"]);
-/// # Ok::<(), convoke_nn::Error>(())
+/// # Ok::<(), convoke_graph::Error>(())
 /// ```
 ///
 /// A field of another type without a mark does not compile, so that no parameter stays untrained unnoticed:
 ///
 /// ```compile_fail,E0277
-/// # use convoke_nn::{Forward, Module, Result};
+/// # use convoke_graph::{Forward, Module, Result};
 /// # use convoke_autograd::Tensor;
 /// #[derive(Module)]
 /// struct Scaled {

@@ -22,7 +22,8 @@ pub use array::{Array, Data, Kind};
 pub use builder::{Bias, Builder, ConvSpec, PoolSpec, Scheme, Value, Weights};
 pub use convoke_autograd::{Arithmetic, ReduceKind};
 pub use describe::{Description, StepDescription};
-pub(crate) use head::Ending;
+#[doc(hidden)]
+pub use head::Ending;
 pub use initial::Initial;
 pub use input::{Dimension, Input};
 pub use module::Graph;

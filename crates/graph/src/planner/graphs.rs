@@ -11,10 +11,9 @@ use convoke_kernels::Recomputed;
 
 use super::blocks::{self, BlockKind};
 use super::search::{Found, Search, Steps};
-use super::{PlannerOptions, PlannerProgress};
+use super::{MemoryPrediction, PlannerOptions, PlannerProgress};
 use crate::graph::{Definition, Graph};
 use crate::modules::{ConvBnMode, FusedBlock, NormMode};
-use crate::training::MemoryPrediction;
 use crate::{Init, ModuleExt};
 
 /// A graph as one part of a training step.

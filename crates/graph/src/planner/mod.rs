@@ -1,13 +1,12 @@
 //! Chooses what each block of a model keeps for backward, to fit a memory budget.
 //!
-//! A [`Planner`] times each kind of block with each [`Keep`], and gets the exact bytes of a step by running it on a dry device.
-//! It then searches for the fastest plan within a budget, or for the whole [curve](Planner::curve) of memory against time.
-//! docs/memory.md explains how.
+//! A [`search::Search`] times each kind of block with each [`Keep`], and gets the exact bytes of a step by running it on a dry device.
+//! Then it looks for the fastest plan within a budget. A [`GraphPlanner`] plans graphs; the planner of training runs is in
+//! `convoke-nn`. docs/memory.md explains how.
 
-mod blocks;
+pub mod blocks;
 mod graphs;
-mod run;
-mod search;
+pub mod search;
 mod timing;
 
 use std::collections::BTreeMap;
@@ -18,10 +17,25 @@ use serde::{Deserialize, Serialize};
 use crate::Module;
 use crate::modules::ConvBnMode;
 
-pub(crate) use blocks::{BlockKind, kinds, weights};
 pub use graphs::{GraphInput, GraphKeep, GraphPlan, GraphPlanner, GraphStep, graph_memory, lightened};
-pub use run::Planner;
 pub use search::{PlannerOptions, PlannerProgress};
+
+/// The bytes of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryPrediction {
+    /// Bytes in use at the end of forward.
+    pub bytes_end_of_forward: usize,
+    /// The most bytes in use at any moment of the step.
+    pub bytes_peak: usize,
+}
+
+impl MemoryPrediction {
+    #[doc(hidden)]
+    pub fn new(bytes_end_of_forward: usize, bytes_peak: usize) -> MemoryPrediction {
+        MemoryPrediction { bytes_end_of_forward, bytes_peak }
+    }
+}
 
 /// What each fused block of a model keeps for backward, and what that costs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -88,12 +102,15 @@ pub enum PlanMismatch {
 }
 
 /// What each block of a model keeps, by path.
-pub(crate) fn keeps(model: &dyn Module) -> BTreeMap<String, Keep> {
+pub fn keeps(model: &dyn Module) -> BTreeMap<String, Keep> {
     blocks::find(model).into_iter().map(|(path, block)| (path, block.keep())).collect()
 }
 
 /// Makes each block of `model` keep what `keeps` says for its path.
-pub(crate) fn apply(keeps: &BTreeMap<String, Keep>, model: &dyn Module) -> Result<(), PlanMismatch> {
+///
+/// # Errors
+/// As [`MemoryPlan::apply`].
+pub fn apply(keeps: &BTreeMap<String, Keep>, model: &dyn Module) -> Result<(), PlanMismatch> {
     let blocks = blocks::find(model);
     if let Some((path, _)) = blocks.iter().find(|(path, _)| !keeps.contains_key(path)) {
         return Err(PlanMismatch::Missing(path.clone()));
@@ -110,7 +127,10 @@ pub(crate) fn apply(keeps: &BTreeMap<String, Keep>, model: &dyn Module) -> Resul
 
 /// Makes the blocks of `model` keep what those of `from`, a model of the same kind, keep. Does nothing if the blocks of `from`
 /// run as separate layers, which always keep the same.
-pub(crate) fn copy(from: &dyn Module, model: &dyn Module) -> Result<(), PlanMismatch> {
+///
+/// # Errors
+/// If the models have different blocks.
+pub fn copy(from: &dyn Module, model: &dyn Module) -> Result<(), PlanMismatch> {
     let fused = blocks::find(from).iter().all(|(_, block)| block.mode() == ConvBnMode::Fused);
     if fused { apply(&keeps(from), model) } else { Ok(()) }
 }

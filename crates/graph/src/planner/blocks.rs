@@ -6,7 +6,7 @@ use crate::modules::{FusedBlock, NormMode};
 use crate::{Module, ModuleExt, Part};
 
 /// All blocks in a tree, with their paths.
-pub(super) fn find(model: &dyn Module) -> Vec<(String, &dyn FusedBlock)> {
+pub fn find(model: &dyn Module) -> Vec<(String, &dyn FusedBlock)> {
     let mut found = Vec::new();
     model.visit(&mut |path, part| {
         if let Part::Block(block) = part {
@@ -29,19 +29,20 @@ pub(super) fn norms(model: &dyn Module) -> Vec<&NormMode> {
 
 /// Everything that decides what a block costs: blocks of one kind are timed once.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct BlockKind {
-    pub(crate) problem: BlockProblem,
+pub struct BlockKind {
+    /// What it computes.
+    pub problem: BlockProblem,
     /// The gradients that backward computes: a first layer needs none of its input, a frozen one none of its parameters.
-    pub(crate) wanted: Wanted,
+    pub wanted: Wanted,
 }
 
 /// The addresses of the blocks' weights, in the order of [`find`].
-pub(crate) fn weights(model: &dyn Module) -> Vec<usize> {
+pub fn weights(model: &dyn Module) -> Vec<usize> {
     find(model).into_iter().map(|(_, block)| block.weight().value().address()).collect()
 }
 
 /// The kind of each block, by the address of its weight; `None` for a block whose backward did not run.
-pub(crate) fn kinds(weights: &[usize], runs: &[BlockRun]) -> Vec<Option<BlockKind>> {
+pub fn kinds(weights: &[usize], runs: &[BlockRun]) -> Vec<Option<BlockKind>> {
     let kind = |weight: &usize| {
         let run = runs.iter().find(|run| run.weight == *weight)?;
         Some(BlockKind { problem: run.problem, wanted: run.wanted })

@@ -1,4 +1,8 @@
-//! Plans the memory of training runs.
+//! Chooses what each block of a model keeps for backward, to fit a memory budget.
+//!
+//! A [`Planner`] times each kind of block with each [`Keep`], and gets the exact bytes of a step by running it on a dry device.
+//! It then searches for the fastest plan within a budget, or for the whole [curve](Planner::curve) of memory against time.
+//! docs/memory.md explains how.
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
@@ -6,9 +10,13 @@ use std::ops::ControlFlow;
 use convoke_autograd::Device;
 use convoke_autograd::ops::Keep;
 
-use super::blocks::{self, BlockKind};
-use super::search::{Choice, Found, Search, Steps, limited};
-use super::{MemoryPlan, PlannedBlock, PlannerOptions, PlannerProgress};
+use convoke_graph::planner::blocks::{self, BlockKind};
+use convoke_graph::planner::search::{Choice, Found, Search, Steps, limited};
+pub use convoke_graph::planner::{
+    GraphInput, GraphKeep, GraphPlan, GraphPlanner, GraphStep, MemoryPlan, PlanMismatch, PlannedBlock,
+    PlannerOptions, PlannerProgress, graph_memory, lightened,
+};
+
 use crate::ConfigError;
 use crate::data::Datasets;
 use crate::modules::{ConvBnMode, FusedBlock};
@@ -195,7 +203,7 @@ fn largest_batch(
         let config = TrainingConfig { batch_size, conv_bn, ..config.clone() };
         let mut dry = DrySteps::new(device, config, data.clone())?;
         if let Some(keeps) = keeps {
-            super::apply(keeps, dry.model()).map_err(ConfigError::from)?;
+            convoke_graph::planner::apply(keeps, dry.model()).map_err(ConfigError::from)?;
         }
         Ok(dry.step()?.bytes_peak <= budget)
     };

@@ -50,8 +50,8 @@ impl BatchNormConfig {
 /// ```
 /// use convoke_autograd::ops::Convention;
 /// use convoke_autograd::{DType, Device, Tensor};
-/// use convoke_nn::modules::{BatchNorm2d, BatchNormConfig};
-/// use convoke_nn::{Forward, Init, ModuleExt};
+/// use convoke_graph::modules::{BatchNorm2d, BatchNormConfig};
+/// use convoke_graph::{Forward, Init, ModuleExt};
 ///
 /// let device = Device::cpu()?;
 /// let init = Init::new(&device, 0);
@@ -64,7 +64,7 @@ impl BatchNormConfig {
 /// pytorch.eval();
 /// let by_running = pytorch.forward(&images)?;
 /// # let _ = (keras, normalised, by_running);
-/// # Ok::<(), convoke_nn::Error>(())
+/// # Ok::<(), convoke_graph::Error>(())
 /// ```
 pub type BatchNorm2d = BatchNorm<2>;
 

@@ -105,7 +105,8 @@ impl Buffer {
     }
 
     /// Whether both are the same buffer.
-    pub(crate) fn is(&self, other: &Buffer) -> bool {
+    #[doc(hidden)]
+    pub fn is(&self, other: &Buffer) -> bool {
         Arc::ptr_eq(&self.value, &other.value)
     }
 

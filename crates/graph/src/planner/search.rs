@@ -8,13 +8,13 @@ use convoke_autograd::ops::Keep;
 use convoke_autograd::{Device, Error};
 use convoke_kernels::tune::Tuner;
 
+use super::MemoryPrediction;
 use super::blocks::BlockKind;
 use super::timing::Trial;
 use crate::modules::FusedBlock;
-use crate::training::MemoryPrediction;
 
 /// The steps whose memory is planned, on a dry device.
-pub(super) trait Steps {
+pub trait Steps {
     /// Why a step fails.
     type Error: From<Error>;
 
@@ -35,7 +35,7 @@ pub(super) trait Steps {
     }
 }
 
-/// Options of a [`Planner`](super::Planner) or a [`GraphPlanner`](super::GraphPlanner).
+/// Options of a planner.
 #[derive(Debug, Clone)]
 pub struct PlannerOptions {
     /// How long to time blocks. After that, each remaining kind is timed only once with each way to keep.
@@ -59,10 +59,12 @@ pub struct PlannerProgress {
 }
 
 /// Searches among the ways in which the blocks of steps can keep.
-pub(super) struct Search<S> {
+pub struct Search<S> {
     device: Device,
-    pub(super) steps: S,
-    pub(super) blocks: Vec<BlockChoices>,
+    /// The steps.
+    pub steps: S,
+    /// The blocks, in the order of the steps.
+    pub blocks: Vec<BlockChoices>,
     /// Exact bytes of the plans examined so far, by workspace limit and by what blocks keep.
     known: BTreeMap<(Option<usize>, Vec<Keep>), MemoryPrediction>,
     /// The largest workspace, in bytes, that a convolution uses without a limit.
@@ -70,16 +72,21 @@ pub(super) struct Search<S> {
 }
 
 /// What each block keeps, with what that costs.
-pub(super) struct Found {
-    pub(super) keeps: Vec<Keep>,
-    pub(super) workspace_limit: Option<usize>,
-    pub(super) bytes: MemoryPrediction,
-    pub(super) seconds: f64,
+pub struct Found {
+    /// What each block keeps.
+    pub keeps: Vec<Keep>,
+    /// The most workspace, in bytes, that a convolution uses, if it is limited.
+    pub workspace_limit: Option<usize>,
+    /// The exact bytes of a step.
+    pub bytes: MemoryPrediction,
+    /// Seconds of forward and backward of all blocks.
+    pub seconds: f64,
 }
 
 /// A block and the ways in which it can keep.
-pub(super) struct BlockChoices {
-    pub(super) path: String,
+pub struct BlockChoices {
+    /// The path of the block in the model.
+    pub path: String,
     /// What it keeps without a plan.
     unplanned: Keep,
     /// The ways to keep, with their costs.
@@ -88,11 +95,12 @@ pub(super) struct BlockChoices {
 
 /// One way for a block to keep, with its costs.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Choice {
+pub struct Choice {
     keep: Keep,
-    pub(super) seconds: f64,
+    /// Seconds of its forward and backward.
+    pub seconds: f64,
     /// How many fewer bytes are in use at the end of forward than with [`Keep::Store`].
-    pub(super) saved: usize,
+    pub saved: usize,
 }
 
 /// If there are at most this many combinations, each is tried with dry steps.
@@ -102,7 +110,7 @@ const ROUNDS: usize = 5;
 
 impl<S: Steps> Search<S> {
     /// Times the blocks of `steps`, whose algorithms `device` chooses; `None` if `progress` stopped that.
-    pub(super) fn new(
+    pub fn new(
         device: &Device,
         steps: S,
         options: &PlannerOptions,
@@ -231,7 +239,7 @@ impl<S: Steps> Search<S> {
     }
 
     /// From the fastest to the smallest: each has a lower peak than all faster ones.
-    pub(super) fn curve(&mut self) -> Result<Vec<Found>, S::Error> {
+    pub fn curve(&mut self) -> Result<Vec<Found>, S::Error> {
         let mut plans = Vec::new();
         for keeps in self.candidates() {
             plans.push(self.found(keeps, None)?);
@@ -250,7 +258,7 @@ impl<S: Steps> Search<S> {
 
     /// The fastest whose peak is at most `budget`. If there is none, convolutions are also limited to less workspace. `Ok(Err(found))`,
     /// with the lowest peak, if nothing fits.
-    pub(super) fn within(&mut self, budget: usize) -> Result<Result<Found, Found>, S::Error> {
+    pub fn within(&mut self, budget: usize) -> Result<Result<Found, Found>, S::Error> {
         let curve = self.curve()?;
         let start = curve.iter().find(|plan| plan.bytes.bytes_peak <= budget).or(curve.last());
         let mut keeps = start.expect("there is at least one combination").keeps.clone();
@@ -270,7 +278,7 @@ impl<S: Steps> Search<S> {
     }
 
     /// The one with the lowest peak, however slow.
-    pub(super) fn smallest(&mut self) -> Result<Found, S::Error> {
+    pub fn smallest(&mut self) -> Result<Found, S::Error> {
         let curve = self.curve()?;
         let mut keeps = curve.last().expect("there is at least one combination").keeps.clone();
         while self.make_smaller(&mut keeps)? {}
@@ -279,7 +287,7 @@ impl<S: Steps> Search<S> {
     }
 
     /// What blocks keep without a plan.
-    pub(super) fn unplanned(&mut self) -> Result<Found, S::Error> {
+    pub fn unplanned(&mut self) -> Result<Found, S::Error> {
         let keeps = self.blocks.iter().map(|block| block.unplanned).collect();
         self.found(keeps, None)
     }
@@ -360,7 +368,8 @@ impl<S: Steps> Search<S> {
 }
 
 impl BlockChoices {
-    pub(super) fn choice(&self, keep: Keep) -> Choice {
+    /// The choice that keeps this.
+    pub fn choice(&self, keep: Keep) -> Choice {
         let known = self.choices.iter().find(|choice| choice.keep == keep);
         *known.unwrap_or(&self.choices[0])
     }
@@ -374,7 +383,7 @@ impl BlockChoices {
 }
 
 /// Does `work` while convolutions may use at most `limit` bytes of workspace, then restores the previous limit.
-pub(super) fn limited<R>(tuner: &Tuner, limit: Option<usize>, work: impl FnOnce() -> R) -> R {
+pub fn limited<R>(tuner: &Tuner, limit: Option<usize>, work: impl FnOnce() -> R) -> R {
     let before = tuner.limit_workspace(limit);
     let result = work();
     tuner.limit_workspace(before);

@@ -42,7 +42,8 @@ const OLDEST_WRITTEN: i64 = 13;
 const LARGEST_FILE: u64 = 4 << 30;
 
 /// How PyTorch's exporter keeps batch norms, and with them the names of weights.
-pub(crate) const KEEPING_NAMES: &str = "torch.onnx.export(..., training=torch.onnx.TrainingMode.PRESERVE, do_constant_folding=False, \
+#[doc(hidden)]
+pub const KEEPING_NAMES: &str = "torch.onnx.export(..., training=torch.onnx.TrainingMode.PRESERVE, do_constant_folding=False, \
                                         dynamo=False), or with dynamo=True and optimize=False";
 
 /// A model of a file.

@@ -19,8 +19,8 @@ use super::{
 /// ```
 /// use std::sync::Arc;
 /// use convoke_autograd::{Device, Tensor};
-/// use convoke_nn::graph::{BatchNormOp, Builder, ConvSpec, Graph, Scheme};
-/// use convoke_nn::{Forward, Init, ModuleExt, modules::ConvBnMode};
+/// use convoke_graph::graph::{BatchNormOp, Builder, ConvSpec, Graph, Scheme};
+/// use convoke_graph::{Forward, Init, ModuleExt, modules::ConvBnMode};
 ///
 /// let mut builder = Builder::new("small", Scheme::default());
 /// let x = builder.input("images", 3);
@@ -39,7 +39,7 @@ use super::{
 /// let images = Tensor::full(&init.device, &[2, 3, 8, 8], init.dtype, 0.5)?;
 /// let gradients = model.forward(&images)?.mean()?.backward()?;
 /// # let _ = gradients;
-/// # Ok::<(), convoke_nn::Error>(())
+/// # Ok::<(), convoke_graph::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct Builder {

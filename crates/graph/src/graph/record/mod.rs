@@ -37,9 +37,9 @@ const BATCHES: [usize; 2] = [2, 3];
 /// ```
 /// use std::sync::Arc;
 /// use convoke_autograd::{Device, Tensor};
-/// use convoke_nn::graph::{Graph, record};
-/// use convoke_nn::modules::{ConvBn2d, ConvBnMode};
-/// use convoke_nn::{Forward, Init, Module, Result};
+/// use convoke_graph::graph::{Graph, record};
+/// use convoke_graph::modules::{ConvBn2d, ConvBnMode};
+/// use convoke_graph::{Forward, Init, Module, Result};
 ///
 /// #[derive(Module)]
 /// struct Residual {
@@ -60,7 +60,7 @@ const BATCHES: [usize; 2] = [2, 3];
 /// let graph = Graph::new(&Arc::new(definition), &init, ConvBnMode::Fused)?;
 /// let images = Tensor::zeros(&init.device, &[5, 3, 8, 8], init.dtype)?;
 /// assert_eq!(graph.forward(&images)?.shape(), [5, 192]);
-/// # Ok::<(), convoke_nn::Error>(())
+/// # Ok::<(), convoke_graph::Error>(())
 /// ```
 ///
 /// # Errors

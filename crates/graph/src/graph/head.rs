@@ -6,7 +6,8 @@ use super::{Arithmetic, Array, Definition, Initial, Node, Op, Reduce, ReduceKind
 
 /// How a model ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Ending {
+#[doc(hidden)]
+pub enum Ending {
     Logits,
     LogProbabilities,
 }
@@ -96,7 +97,8 @@ impl Definition {
 
     /// Leaves out a softmax at the end of the first output, since a model trains on the logits before it. Says what the output is
     /// now.
-    pub(crate) fn without_final_softmax(&mut self) -> Ending {
+    #[doc(hidden)]
+    pub fn without_final_softmax(&mut self) -> Ending {
         let mut value = self.outputs[0].clone();
         while let Some(node) = self.maker(&value).map(|index| &self.nodes[index]) {
             if matches!(node.op, Op::Softmax(_)) {
@@ -116,7 +118,8 @@ impl Definition {
 
     /// Gives the model images as N x C x H x W if it takes them as N x H x W x C, as Keras does. Gives C, H and W; sizes that are
     /// open are `None`.
-    pub(crate) fn take_channels_first(&mut self) -> Option<[Option<usize>; 3]> {
+    #[doc(hidden)]
+    pub fn take_channels_first(&mut self) -> Option<[Option<usize>; 3]> {
         let (image, [channels, ..]) = (self.inputs[0].image()?, self.inputs[0].image_axes()?);
         if channels == 1 {
             return Some(image);
@@ -147,7 +150,8 @@ impl Definition {
 
     /// Replaces the model's last layer, which has `classes[0]` outputs, by a new one with `classes[1]`; each of several whose sum is
     /// the output. `false` if it has no such layer.
-    pub(crate) fn replace_head(&mut self, classes: [usize; 2]) -> bool {
+    #[doc(hidden)]
+    pub fn replace_head(&mut self, classes: [usize; 2]) -> bool {
         // Values that end in a layer, with the bias that is added behind it.
         let mut open = vec![(self.outputs[0].clone(), None)];
         let mut replacements = BTreeMap::new();
