@@ -77,15 +77,31 @@ impl<'a> Walk<'a> {
         operands: [Slice<'a>; N],
     ) -> Result<Walk<'a>> {
         const { assert!(N > 0 && N <= OPERANDS) };
+        let of_all = |axis: &Axis<N>| Axis {
+            size: axis.size,
+            strides: std::array::from_fn(|index| axis.strides[index.min(N - 1)]),
+            kept: axis.kept,
+        };
+        let operands = std::array::from_fn(|index| operands[index.min(N - 1)]);
+        Walk::of_all(operation, &axes.iter().map(of_all).collect::<Vec<_>>(), operands, N)
+    }
+
+    /// A walk over `count` operands, the last of which stands for those that are not there. Compiled once, here.
+    fn of_all(
+        operation: &'static str,
+        axes: &[Axis<OPERANDS>],
+        operands: [Slice<'a>; OPERANDS],
+        count: usize,
+    ) -> Result<Walk<'a>> {
         let too_large = || invalid(operation, format!("a walk over {axes:?} overflows"));
-        let count = |kept_only: bool| {
+        let elements = |kept_only: bool| {
             let counted = axes.iter().filter(|axis| axis.kept || !kept_only);
             counted.map(|axis| axis.size).try_fold(1usize, usize::checked_mul)
         };
         // Sizes of 0 count as 1, so that products of some of the sizes cannot overflow either.
         let bound = axes.iter().map(|axis| axis.size.max(1)).try_fold(1usize, usize::checked_mul);
         bound.ok_or_else(too_large)?;
-        let (len, outputs) = (count(false).ok_or_else(too_large)?, count(true).ok_or_else(too_large)?);
+        let (len, outputs) = (elements(false).ok_or_else(too_large)?, elements(true).ok_or_else(too_large)?);
         for (index, operand) in operands.iter().enumerate().filter(|_| len > 0) {
             let last = axes.iter().try_fold(0usize, |last, axis| {
                 (axis.size - 1).checked_mul(axis.strides[index])?.checked_add(last)
@@ -105,16 +121,14 @@ impl<'a> Walk<'a> {
             if axis.size == 1 {
                 continue;
             }
-            let strides = std::array::from_fn(|index| axis.strides[index.min(N - 1)]);
-            let level = Level { size: axis.size, strides, out: own };
+            let level = Level { size: axis.size, strides: axis.strides, out: own };
             match levels.last_mut() {
                 Some(inner) if level.continues(inner) => inner.size *= level.size,
                 _ => levels.push(level),
             }
         }
         levels.reverse();
-        let operands = std::array::from_fn(|index| operands[index.min(N - 1)]);
-        Ok(Walk { operation, levels, operands, count: N, len, outputs })
+        Ok(Walk { operation, levels, operands, count, len, outputs })
     }
 
     /// Checks the output, and that there are the operands of the function.

@@ -335,8 +335,11 @@ fn nobody_in_the_table_is_faster_than_the_choice() {
     for entry in cache.own_entries().unwrap() {
         let mut record = entry.record.unwrap();
         record.chosen = "own".into();
+        // It may have been found too slow to be timed.
+        let mut times = record.candidates.iter().find_map(|candidate| candidate.times.clone()).unwrap();
+        times.score /= 1e3;
         let own = record.candidates.iter_mut().find(|candidate| candidate.algorithm == "own").unwrap();
-        own.times.as_mut().unwrap().score /= 1e3;
+        (own.times, own.skipped) = (Some(times), None);
         cache.save(&record).unwrap();
     }
     for skip in [vec![], vec!["im2col*".to_owned()]] {
