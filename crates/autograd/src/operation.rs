@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::DType;
 use crate::ops::{
-    BatchNormOptions, Conv3dOptions, ConvOptions, ConvTranspose3dOptions, ConvTransposeOptions,
+    Activation, BatchNormOptions, Conv3dOptions, ConvOptions, ConvTranspose3dOptions, ConvTransposeOptions,
     LayerNormOver, LocalResponse, Pointwise, PoolOptions, ResizeOptions,
 };
 
@@ -47,8 +47,10 @@ pub enum Operation {
     ConvTranspose3d(ConvTranspose3dOptions),
     /// x, \[weight\], \[bias\].
     BatchNorm {
-        /// The statistics, and the activation at the end.
-        options: BatchNormOptions,
+        /// The batch norm.
+        norm: BatchNormOptions,
+        /// The activation behind it.
+        activation: Activation,
         /// Whether there are a weight and a bias.
         has: [bool; 2],
     },
@@ -56,8 +58,10 @@ pub enum Operation {
     ConvBn {
         /// The convolution.
         convolution: ConvOptions,
-        /// The batch norm, and the activation at the end.
+        /// The batch norm.
         norm: BatchNormOptions,
+        /// The activation behind it and the residual.
+        activation: Activation,
         /// The max pool after the activation.
         pool: Option<PoolOptions>,
         /// Whether there are a bias, a gamma, a beta and a residual.

@@ -124,8 +124,8 @@ impl Layer {
                 Statistics::Constant { mean: numbers(mean)?.into(), variance: numbers(variance)?.into() }
             }
         };
-        let Layer { eps, eps_place, activation, .. } = *self;
-        Ok(BatchNormOptions { statistics, eps, eps_place, activation })
+        let Layer { eps, eps_place, .. } = *self;
+        Ok(BatchNormOptions { statistics, eps, eps_place })
     }
 }
 
@@ -165,6 +165,7 @@ fn run(
             let block = ConvBnBlock {
                 convolution: convolution.options(),
                 norm: layer.options()?,
+                activation: layer.activation,
                 keep: layer.keep,
                 ..ConvBnBlock::default()
             };

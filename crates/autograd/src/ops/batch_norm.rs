@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use convoke_kernels::activation::Activation;
 use convoke_kernels::batch_norm::{self as kernel, BackwardSums, Moments, Normalization, Normalizer};
 use convoke_kernels::memory_format::Extent;
 use convoke_kernels::{DType, Recomputed, SliceMut};
@@ -13,10 +14,22 @@ use crate::{Function, Needs, Operation, Result, Tensor, apply_with_saved};
 
 pub use convoke_kernels::batch_norm::{BatchNormOptions, Statistics, Synchronize};
 
+/// The options of a [`batch_norm_block`].
+#[derive(Debug, Clone, Default)]
+pub struct BatchNormBlock {
+    /// The batch norm.
+    pub norm: BatchNormOptions,
+    /// Applied to the result in the same pass over memory.
+    pub activation: Activation,
+    /// Whether an operation that saves the output does not hold its elements: they are computed again from x where they are
+    /// read. Without effect if x is f16 or bf16.
+    pub recomputed: bool,
+}
+
 /// (x - mean) / sqrt(variance + eps) * weight + bias for each channel of an N x C x ... tensor.
 ///
 /// Also returns the batch's moments if they were computed, for the caller's running statistics. Saves x and two
-/// numbers per channel; what the activation's gradient needs is recomputed from x.
+/// numbers per channel.
 ///
 /// If x is f16 or bf16, the output has the same type. Weight, bias, their gradients and the arithmetic are then f32, and the
 /// statistics are those of the stored values.
@@ -30,42 +43,32 @@ pub fn batch_norm(
     bias: Option<&Tensor>,
     options: &BatchNormOptions,
 ) -> Result<(Tensor, Option<Moments>)> {
-    run([Some(x), weight, bias], options, false)
+    let block = BatchNormBlock { norm: options.clone(), ..BatchNormBlock::default() };
+    batch_norm_block(x, weight, bias, &block)
 }
 
-/// As [`batch_norm`], but an operation that saves the output does not hold its elements: they are computed again from x where they
-/// are read. x is f32 or f64; otherwise this is [`batch_norm`].
+/// As [`batch_norm`], with an activation behind it: what its gradient needs is recomputed from x.
 ///
 /// # Errors
-/// As [`batch_norm`].
-pub fn batch_norm_recomputed(
+/// As [`batch_norm`]; an activation whose parameters make no sense.
+pub fn batch_norm_block(
     x: &Tensor,
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
-    options: &BatchNormOptions,
+    block: &BatchNormBlock,
 ) -> Result<(Tensor, Option<Moments>)> {
-    run([Some(x), weight, bias], options, true)
-}
-
-fn run(
-    operands: [Option<&Tensor>; 3],
-    options: &BatchNormOptions,
-    recomputed: bool,
-) -> Result<(Tensor, Option<Moments>)> {
-    let [_, weight, bias] = operands.map(|operand| operand.is_some());
-    let function = BatchNorm { options: options.clone(), weight, bias, recomputed };
-    let inputs: Vec<&Tensor> = operands.into_iter().flatten().collect();
+    let has = [weight, bias].map(|operand| operand.is_some());
+    let function = BatchNorm { block: block.clone(), weight: has[0], bias: has[1] };
+    let inputs: Vec<&Tensor> = [Some(x), weight, bias].into_iter().flatten().collect();
     apply_with_saved(function, &inputs, |saved| saved.layer.normalizer.moments().cloned())
 }
 
 const NAME: &str = "batch_norm";
 
 struct BatchNorm {
-    options: BatchNormOptions,
+    block: BatchNormBlock,
     weight: bool,
     bias: bool,
-    /// See [`batch_norm_recomputed`].
-    recomputed: bool,
 }
 
 #[derive(Clone)]
@@ -82,7 +85,8 @@ impl Function for BatchNorm {
     }
 
     fn describe(&self) -> Option<Operation> {
-        Some(Operation::BatchNorm { options: self.options.clone(), has: [self.weight, self.bias] })
+        let BatchNormBlock { norm, activation, .. } = self.block.clone();
+        Some(Operation::BatchNorm { norm, activation, has: [self.weight, self.bias] })
     }
 
     fn takes(&self, _: DType) -> bool {
@@ -94,13 +98,13 @@ impl Function for BatchNorm {
         let weight = self.weight.then(|| inputs[1]);
         let bias = self.bias.then(|| inputs[1 + usize::from(self.weight)]);
         let (y, layer) = if x.dtype().computes() {
-            Layer::forward(&self.options, x, weight, bias)?
+            Layer::forward(&self.block, x, weight, bias)?
         } else {
             let wide = x.in_dtype(x.dtype().computed_in())?;
-            let (y, layer) = Layer::forward_in_place(&self.options, wide, weight, bias)?;
+            let (y, layer) = Layer::forward_in_place(&self.block, wide, weight, bias)?;
             (y.in_dtype(x.dtype())?, layer)
         };
-        let y = match self.recomputed && needs.any() && x.dtype().computes() {
+        let y = match self.block.recomputed && needs.any() && x.dtype().computes() {
             true => y.with_recipe(Arc::new(OutputRecipe { x: x.detach(), layer: layer.clone() })),
             false => y,
         };
@@ -154,22 +158,27 @@ impl Recipe for OutputRecipe {
     }
 }
 
-/// The statistics and parameters of one normalisation.
+/// The statistics and parameters of one normalisation, and the activation behind it.
 #[derive(Clone)]
 struct Layer {
     normalizer: Normalizer,
+    activation: Activation,
     weight: Option<Tensor>,
     bias: Option<Tensor>,
 }
 
 impl Layer {
-    fn of(normalizer: Normalizer, weight: Option<&Tensor>, bias: Option<&Tensor>) -> Layer {
-        Layer { normalizer, weight: weight.map(Tensor::detach), bias: bias.map(Tensor::detach) }
+    fn of(
+        (normalizer, activation): (Normalizer, Activation),
+        weight: Option<&Tensor>,
+        bias: Option<&Tensor>,
+    ) -> Layer {
+        Layer { normalizer, activation, weight: weight.map(Tensor::detach), bias: bias.map(Tensor::detach) }
     }
 
     /// Computes the statistics of `x`, or uses the given ones.
     fn new(
-        options: &BatchNormOptions,
+        BatchNormBlock { norm: options, activation, .. }: &BatchNormBlock,
         x: &Tensor,
         weight: Option<&Tensor>,
         bias: Option<&Tensor>,
@@ -179,19 +188,21 @@ impl Layer {
             Statistics::Constant { .. } => None,
             _ => Some(kernel::stats(x.device().compute(), &extent, x.elements()?)?),
         };
-        Ok(Layer::of(Normalizer::new(NAME, options, x.shape(), moments)?, weight, bias))
+        let normalizer = Normalizer::new(NAME, options, x.shape(), moments)?;
+        Ok(Layer::of((normalizer, *activation), weight, bias))
     }
 
     /// [`Layer::new`], and the output.
     fn forward(
-        options: &BatchNormOptions,
+        block: &BatchNormBlock,
         x: &Tensor,
         weight: Option<&Tensor>,
         bias: Option<&Tensor>,
     ) -> Result<(Tensor, Layer)> {
+        let BatchNormBlock { norm: options, activation, .. } = block;
         let cpu = x.device().compute();
         if !matches!(options.statistics, Statistics::Batch) {
-            let layer = Layer::new(options, x, weight, bias)?;
+            let layer = Layer::new(block, x, weight, bias)?;
             let extent = x.extent(NAME)?;
             let y =
                 x.elements_like(|y| Ok(kernel::normalize(cpu, &extent, x.elements()?, &layer.by()?, y)?))?;
@@ -204,24 +215,25 @@ impl Layer {
             bias: elements(bias)?,
             eps: options.eps,
             eps_place: options.eps_place,
-            activation: options.activation,
+            activation: *activation,
         };
         let y = x.elements_like(|y| {
             statistics = Some(kernel::forward_training(cpu, &extent, x.elements()?, &affine, y)?);
             Ok(())
         })?;
         let (moments, inverse_std) = statistics.expect("set by what built y");
-        Ok((y, Layer::of(Normalizer::of_batch(options, moments, inverse_std), weight, bias)))
+        let normalizer = Normalizer::of_batch(options, moments, inverse_std);
+        Ok((y, Layer::of((normalizer, *activation), weight, bias)))
     }
 
     /// [`Layer::forward`] of a tensor that is no longer needed: the output uses its buffer.
     fn forward_in_place(
-        options: &BatchNormOptions,
+        block: &BatchNormBlock,
         mut x: Tensor,
         weight: Option<&Tensor>,
         bias: Option<&Tensor>,
     ) -> Result<(Tensor, Layer)> {
-        let layer = Layer::new(options, &x, weight, bias)?;
+        let layer = Layer::new(block, &x, weight, bias)?;
         let extent = x.extent(NAME)?;
         let cpu = x.device().compute().clone();
         let by = layer.by()?;
@@ -231,7 +243,8 @@ impl Layer {
 
     /// The normalisation in the form that kernels take.
     fn by(&self) -> Result<Normalization<'_>> {
-        Ok(self.normalizer.with(elements(self.weight.as_ref())?, elements(self.bias.as_ref())?))
+        let by = self.normalizer.with(elements(self.weight.as_ref())?, elements(self.bias.as_ref())?);
+        Ok(Normalization { activation: self.activation, ..by })
     }
 
     /// The gradient of x, if `for_x`, and the sums for the gradients of weight and bias that are `wanted`.

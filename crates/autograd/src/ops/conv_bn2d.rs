@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use convoke_kernels::SliceMut;
+use convoke_kernels::activation::Activation;
 use convoke_kernels::batch_norm::Moments;
 use convoke_kernels::block::{
     self, Backward, Block, BlockProblem, EpilogueOperands, Operands, Parameters, Wanted,
@@ -40,10 +41,12 @@ pub struct ConvBnParameters<'a> {
 pub struct ConvBnBlock<'a> {
     /// The convolution.
     pub convolution: ConvOptions,
-    /// The batch norm, and the activation at the end.
+    /// The batch norm.
     pub norm: BatchNormOptions,
-    /// Added to the normalised values before the activation; it has their shape.
+    /// Added to the normalised values; it has their shape.
     pub residual: Option<&'a Tensor>,
+    /// Applied to the normalised values, or to their sum with the residual.
+    pub activation: Activation,
     /// Max pooling after the activation. Not allowed with a residual; at most 256 elements per window.
     pub pool: Option<PoolOptions>,
     /// What is kept for backward.
@@ -89,6 +92,7 @@ pub fn conv_bn_block2d(
     let function = ConvBn {
         convolution: block.convolution,
         norm: block.norm.clone(),
+        activation: block.activation,
         pool: block.pool,
         keep: block.keep,
         has: optional.map(|input| input.is_some()),
@@ -102,6 +106,7 @@ const NAME: &str = "conv_bn2d";
 struct ConvBn {
     convolution: ConvOptions,
     norm: BatchNormOptions,
+    activation: Activation,
     pool: Option<PoolOptions>,
     keep: Keep,
     /// Whether there is a convolution bias, a gamma, a beta, a residual.
@@ -162,7 +167,7 @@ impl ConvBn {
             eps: self.norm.eps,
             eps_place: self.norm.eps_place,
             residual: residual.is_some(),
-            activation: self.norm.activation,
+            activation: self.activation,
             pool,
         };
         Ok(Block::new(x.device(), problem, shape[0], self.keep)?)
@@ -267,6 +272,7 @@ impl Function for ConvBn {
         Some(Operation::ConvBn {
             convolution: self.convolution,
             norm: self.norm.clone(),
+            activation: self.activation,
             pool: self.pool,
             has: self.has,
         })

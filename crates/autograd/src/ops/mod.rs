@@ -32,7 +32,9 @@ mod softmax;
 mod value_loss;
 
 pub use adaptive_pool2d::{adaptive_avg_pool2d, adaptive_max_pool2d};
-pub use batch_norm::{BatchNormOptions, Statistics, Synchronize, batch_norm, batch_norm_recomputed};
+pub use batch_norm::{
+    BatchNormBlock, BatchNormOptions, Statistics, Synchronize, batch_norm, batch_norm_block,
+};
 pub use concat::{cat, concat, stack};
 pub use conv_bn2d::{ConvBnBlock, ConvBnParameters, Keep, conv_bn_block2d, conv_bn2d};
 pub use conv_transpose2d::{ConvTransposeOptions, conv_transpose2d};

@@ -2,8 +2,8 @@
 
 use crate::common::{FORMATS, check_refused, device, laid_out, normal};
 use convoke_autograd::ops::{
-    Activation, BatchNormOptions, ConvBnParameters, ConvOptions, PoolOptions, Reduction, Statistics,
-    batch_norm, conv_bn2d, conv2d, cross_entropy, max_pool2d,
+    Activation, BatchNormBlock, BatchNormOptions, ConvBnParameters, ConvOptions, PoolOptions, Reduction,
+    Statistics, batch_norm, batch_norm_block, conv_bn2d, conv2d, cross_entropy, max_pool2d,
 };
 use convoke_autograd::{
     BackwardOptions, DType, Gradients, Tensor, bf16, f16, fold_conv_bn2d, inference_mode,
@@ -84,8 +84,8 @@ fn batch_norm_is_that_of_the_widened_values_rounded_once_and_saves_halves() {
         for format in FORMATS {
             for statistics in [Statistics::Batch, statistics()] {
                 for activation in [Activation::Identity, Activation::Relu] {
-                    let options =
-                        BatchNormOptions { statistics: statistics.clone(), activation, ..Default::default() };
+                    let norm = BatchNormOptions { statistics: statistics.clone(), ..Default::default() };
+                    let block = BatchNormBlock { norm, activation, recomputed: false };
                     let x =
                         laid_out(normal::<f32>(&device, 1, &[4, 5, 7, 6]), format).to_dtype(dtype).unwrap();
                     let dy =
@@ -93,7 +93,7 @@ fn batch_norm_is_that_of_the_widened_values_rounded_once_and_saves_halves() {
                     let before = wide(&x);
                     let run = |x: &Tensor, dy: &Tensor| {
                         let live = device.memory().live_bytes;
-                        let (y, moments) = batch_norm(x, Some(&weight), Some(&bias), &options).unwrap();
+                        let (y, moments) = batch_norm_block(x, Some(&weight), Some(&bias), &block).unwrap();
                         let kept = device.memory().live_bytes - live;
                         let gradients = backward(&y, dy);
                         let of = |leaf: &Tensor| gradients.get(leaf).unwrap().clone();

@@ -4,9 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use convoke_autograd::ops::{
-    self, Activation, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, Keep,
-};
+use convoke_autograd::ops::{self, Activation, ConvBnBlock, ConvBnParameters};
 use convoke_autograd::{BackwardOptions, DType, Device, MemoryFormat, Result, Tensor, bf16};
 use convoke_testkit::normal;
 use proptest::prelude::*;
@@ -186,13 +184,7 @@ fn operations_take_borrowed_tensors() {
         let leaves = [x, tensor(&w_shape, &values(2, &w_shape))?, tensor(&[8], &values(3, &[8]))?]
             .map(|t| t.with_grad());
         let [x, weight, gamma] = &leaves;
-        let block = ConvBnBlock {
-            convolution: ConvOptions::default(),
-            norm: BatchNormOptions { activation: Activation::Relu, ..BatchNormOptions::default() },
-            residual: None,
-            pool: None,
-            keep: Keep::Auto,
-        };
+        let block = ConvBnBlock { activation: Activation::Relu, ..ConvBnBlock::default() };
         let parameters = ConvBnParameters { weight, bias: None, gamma: Some(gamma), beta: None };
         let (y, _) = ops::conv_bn_block2d(x, &parameters, &block)?;
         let mut gradients = y.mul(&y.detach())?.sum()?.backward()?;

@@ -2,8 +2,8 @@
 
 use crate::common::{FORMATS, Number, bits, device, laid_out, normal, tensor, values};
 use convoke_autograd::ops::{
-    Activation, BatchNormOptions, ConvBnParameters, ConvOptions, Moments, Padding, Statistics, batch_norm,
-    conv_bn2d, conv2d,
+    Activation, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, Moments, Padding, Statistics,
+    batch_norm, conv_bn_block2d, conv2d,
 };
 use convoke_autograd::{BackwardOptions, Device, Gradients, MemoryFormat, Result, Tensor, no_grad};
 use convoke_testkit::{Failures, Tolerance, check_close, check_relative_to_max, uniform};
@@ -74,10 +74,11 @@ impl Leaves {
 
     fn fused(&self, problem: &Problem) -> Result<(Tensor, Option<Moments>)> {
         let activation = if problem.relu { Activation::Relu } else { Activation::Identity };
-        let options = BatchNormOptions { activation, ..norm_options(problem) };
+        let (convolution, norm) = (problem.options, norm_options(problem));
+        let block = ConvBnBlock { convolution, norm, activation, ..ConvBnBlock::default() };
         let (bias, gamma, beta) = (self.bias.as_ref(), self.gamma.as_ref(), self.beta.as_ref());
         let parameters = ConvBnParameters { weight: &self.weight, bias, gamma, beta };
-        conv_bn2d(&self.x, &parameters, &problem.options, &options)
+        conv_bn_block2d(&self.x, &parameters, &block)
     }
 
     fn separate(&self, problem: &Problem) -> Result<(Tensor, Option<Moments>)> {

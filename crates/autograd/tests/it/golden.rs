@@ -6,8 +6,9 @@ use std::cell::RefCell;
 
 use crate::common::{FORMATS, device, laid_out, tensor, values};
 use convoke_autograd::ops::{
-    self, Activation, BatchNormOptions, ClassOptions, ConvBnParameters, ConvOptions, DepthOrder, GemmOptions,
-    Moments, PadMode, Padding, PoolOptions, Reduction, ResizeOptions, ResizeTo, Slice, Statistics,
+    self, Activation, BatchNormBlock, BatchNormOptions, ClassOptions, ConvBnBlock, ConvBnParameters,
+    ConvOptions, DepthOrder, GemmOptions, Moments, PadMode, Padding, PoolOptions, Reduction, ResizeOptions,
+    ResizeTo, Slice, Statistics,
 };
 use convoke_autograd::{BackwardOptions, Device, MemoryFormat, Result, Tensor};
 use convoke_testkit::{Case, Failures, Golden, Tolerance, check_close_or_both_nan};
@@ -155,20 +156,20 @@ fn batch_norms_alone_and_after_a_convolution() {
             },
         };
         let activation = if case.flag("relu") { Activation::Relu } else { Activation::Identity };
-        let options = BatchNormOptions {
-            statistics,
-            eps: case.number("eps"),
-            activation,
-            ..BatchNormOptions::default()
-        };
+        let norm = BatchNormOptions { statistics, eps: case.number("eps"), ..BatchNormOptions::default() };
         let (x, gamma, beta) = (run.x(), run.leaf("weight"), run.leaf("bias"));
         let (gamma, beta) = (gamma.as_ref(), beta.as_ref());
         let result = match run.leaf("conv_weight") {
-            None => ops::batch_norm(&x, gamma, beta, &options),
+            None => {
+                let block = BatchNormBlock { norm, activation, recomputed: false };
+                ops::batch_norm_block(&x, gamma, beta, &block)
+            }
             Some(weight) => {
                 let bias = run.leaf("conv_bias");
                 let parameters = ConvBnParameters { weight: &weight, bias: bias.as_ref(), gamma, beta };
-                ops::conv_bn2d(&x, &parameters, &run.convolution("conv/"), &options)
+                let convolution = run.convolution("conv/");
+                let block = ConvBnBlock { convolution, norm, activation, ..ConvBnBlock::default() };
+                ops::conv_bn_block2d(&x, &parameters, &block)
             }
         };
         Some(result.map(|(y, moments)| {

@@ -2,8 +2,8 @@
 
 use crate::common::{FORMATS, Number, device, laid_out, normal, values};
 use convoke_autograd::ops::{
-    Activation, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, Keep, Moments, Padding,
-    PoolOptions, Statistics, activate, batch_norm, batch_norm_recomputed, conv_bn_block2d, conv2d,
+    Activation, BatchNormBlock, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, Keep, Moments,
+    Padding, PoolOptions, Statistics, activate, batch_norm, batch_norm_block, conv_bn_block2d, conv2d,
     max_pool2d,
 };
 use convoke_autograd::{BackwardOptions, Device, MemoryFormat, Result, Tensor, no_grad};
@@ -84,7 +84,6 @@ impl Leaves {
 
     /// The output, and the moments of both blocks.
     fn fused(&self, net: &Net, keep: Keep) -> Result<(Tensor, Vec<Moments>)> {
-        let norm = BatchNormOptions { activation: net.activation, ..BatchNormOptions::default() };
         let parameters = |block: usize| ConvBnParameters {
             weight: &self.weights[block],
             bias: None,
@@ -93,15 +92,16 @@ impl Leaves {
         };
         let first = ConvBnBlock {
             convolution: Leaves::same(net.kernel),
-            norm: norm.clone(),
+            activation: net.activation,
             keep,
             ..Default::default()
         };
         let (hidden, one) = conv_bn_block2d(&self.x, &parameters(0), &first)?;
         let second = ConvBnBlock {
             convolution: Leaves::same(3),
-            norm,
+            norm: BatchNormOptions::default(),
             residual: net.residual.then_some(&hidden),
+            activation: net.activation,
             pool: net.pool,
             keep,
         };
@@ -208,21 +208,20 @@ fn recomputed_outputs_of_batch_norms_change_no_bit_and_are_not_kept() {
     fn check<T: Number>(net: &Net, format: MemoryFormat, statistics: &Statistics) {
         let device = device();
         let leaves = Leaves::new::<T>(&device, net, format);
-        let options = BatchNormOptions {
-            activation: net.activation,
-            statistics: statistics.clone(),
-            ..BatchNormOptions::default()
-        };
         let results = [false, true].map(|recomputed| {
+            let norm = BatchNormOptions { statistics: statistics.clone(), ..BatchNormOptions::default() };
+            let block = BatchNormBlock { norm, activation: net.activation, recomputed };
             let before = device.memory().live_bytes;
             let mut kept = 0;
             let results = run::<T>(&leaves, |leaves| {
                 let y = conv2d(&leaves.x, &leaves.weights[0], None, &Leaves::same(net.kernel))?;
-                let norm = if recomputed { batch_norm_recomputed } else { batch_norm };
-                let (z, one) = norm(&y, Some(&leaves.gammas[0]), Some(&leaves.betas[0]), &options)?;
+                let norm = |y: &Tensor, of: usize| {
+                    batch_norm_block(y, Some(&leaves.gammas[of]), Some(&leaves.betas[of]), &block)
+                };
+                let (z, one) = norm(&y, 0)?;
                 drop(y);
                 let y = conv2d(&z, &leaves.weights[1], None, &Leaves::same(3))?;
-                let (y, two) = norm(&y, Some(&leaves.gammas[1]), Some(&leaves.betas[1]), &options)?;
+                let (y, two) = norm(&y, 1)?;
                 drop(z);
                 kept = device.memory().live_bytes - before;
                 Ok((y, [one, two].into_iter().flatten().collect()))

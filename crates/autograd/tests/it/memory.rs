@@ -2,8 +2,8 @@
 
 use crate::common::{FORMATS, device, laid_out, normal};
 use convoke_autograd::ops::{
-    self, Activation, BatchNormOptions, ConvBnParameters, ConvOptions, PoolOptions, Reduction, batch_norm,
-    conv_bn2d, conv2d,
+    self, Activation, BatchNormBlock, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions,
+    PoolOptions, Reduction, batch_norm, conv_bn_block2d, conv2d,
 };
 use convoke_autograd::{
     BackwardOptions, Cpu, DType, Device, DeviceOptions, MemoryFormat, Result, Tensor, inference_mode, no_grad,
@@ -66,10 +66,10 @@ impl Layer {
     }
 
     fn fused(&self, x: &Tensor) -> Result<Tensor> {
-        let options = BatchNormOptions { activation: Activation::Relu, ..BatchNormOptions::default() };
+        let block = ConvBnBlock { activation: Activation::Relu, ..ConvBnBlock::default() };
         let (gamma, beta) = (Some(&self.gamma), Some(&self.beta));
         let parameters = ConvBnParameters { weight: &self.weight, bias: None, gamma, beta };
-        Ok(conv_bn2d(x, &parameters, &ConvOptions::default(), &options)?.0)
+        Ok(conv_bn_block2d(x, &parameters, &block)?.0)
     }
 }
 
@@ -130,7 +130,7 @@ fn what_other_operations_keep() {
     let matrix = normal::<f32>(&device, 2, &[5, 7]).with_grad();
     let weight = normal::<f32>(&device, 3, &[4, 7]).with_grad();
     let kernel = laid_out(normal::<f32>(&device, 4, &[4, 3, 3, 3]), MemoryFormat::ChannelsLast).with_grad();
-    let norm = BatchNormOptions { activation: Activation::Relu, ..BatchNormOptions::default() };
+    let block = BatchNormBlock { activation: Activation::Relu, ..BatchNormBlock::default() };
     let large = normal::<f32>(&device, 5, &[1, 1, 20, 20]).with_grad();
     type Run<'a> = &'a dyn Fn() -> Result<Tensor>;
     // What is kept besides inputs and output.
@@ -147,7 +147,7 @@ fn what_other_operations_keep() {
         // The probabilities of 5 x 7 logits.
         ("cross_entropy", &|| ops::cross_entropy(&matrix, &[0; 5], Reduction::Mean, None), 4 * 35),
         ("linear", &|| ops::linear(&matrix, &weight, None), 0),
-        ("batch_norm", &|| Ok(batch_norm(&x, None, None, &norm)?.0), 0),
+        ("batch_norm", &|| Ok(ops::batch_norm_block(&x, None, None, &block)?.0), 0),
         ("avg_pool2d", &|| ops::avg_pool2d(&x, &PoolOptions::new(2)), 0),
         // One byte for each of 2 x 3 x 4 x 3 outputs, two where the window has more than 256 elements.
         ("max_pool2d", &|| ops::max_pool2d(&x, &PoolOptions::new(2)), 72),

@@ -68,7 +68,7 @@ impl Graph {
                 if action.residual {
                     operation.push_str("+Add");
                 }
-                operation.push_str(activation_name(action.activation));
+                operation.push_str(&activation_name(action.activation));
                 let mut positions = elements;
                 if let Some(pool) = &action.pool {
                     operation.push_str("+MaxPool");
@@ -118,13 +118,6 @@ fn name(node: &NetworkNode) -> String {
 }
 
 /// What an activation adds to the name of the step that it is joined to.
-fn activation_name(activation: Activation) -> &'static str {
-    match activation {
-        Activation::Identity => "",
-        Activation::Relu => "+Relu",
-        Activation::LeakyRelu { .. } => "+LeakyRelu",
-        Activation::Clip { .. } => "+Clip",
-        Activation::HardSwish => "+HardSwish",
-        Activation::Silu => "+Swish",
-    }
+fn activation_name(activation: Activation) -> String {
+    activation.pointwise().map_or_else(String::new, |function| format!("+{}", Op::Pointwise(function).name()))
 }

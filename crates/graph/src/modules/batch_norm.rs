@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use convoke_autograd::ops::{self, Activation, BatchNormOptions, Convention, Moments, Statistics};
+use convoke_autograd::ops::{
+    self, Activation, BatchNormBlock, BatchNormOptions, Convention, Moments, Statistics,
+};
 use convoke_autograd::{DType, Error, Result, Tensor};
 use convoke_distributed::Communicator;
 
@@ -342,7 +344,7 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
     }
 
     /// The operation's options in the current mode, for an input of `channels` channels.
-    pub(super) fn options(&self, channels: usize, activation: Activation) -> Result<BatchNormOptions> {
+    pub(super) fn options(&self, channels: usize) -> Result<BatchNormOptions> {
         if channels != self.channels {
             // Without weight, bias and running statistics, no later check would notice.
             let reason = format!("the layer has {} channels, its input {channels}", self.channels);
@@ -357,18 +359,18 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
                 None => Statistics::Batch,
             },
         };
-        Ok(self.options_with(statistics, activation))
+        Ok(self.options_with(statistics))
     }
 
     /// The operation's options in evaluation; `None` without running statistics.
     pub(super) fn evaluation(&self) -> Result<Option<BatchNormOptions>> {
         let statistics = self.running.as_ref().map(Running::statistics).transpose()?;
-        Ok(statistics.map(|statistics| self.options_with(statistics, Activation::Identity)))
+        Ok(statistics.map(|statistics| self.options_with(statistics)))
     }
 
-    fn options_with(&self, statistics: Statistics, activation: Activation) -> BatchNormOptions {
+    fn options_with(&self, statistics: Statistics) -> BatchNormOptions {
         let (eps, eps_place) = (self.config.eps, self.config.convention.eps_place);
-        BatchNormOptions { statistics, eps, eps_place, activation }
+        BatchNormOptions { statistics, eps, eps_place }
     }
 
     /// Moves the running statistics towards a batch's, in training. Call it once per forward, and never in a recomputation.
@@ -409,9 +411,9 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
         Self::check_rank(input)?;
         let (weight, bias) =
             (self.weight.as_ref().map(Parameter::value), self.bias.as_ref().map(Parameter::value));
-        let run = if self.mode.is_recomputed() { ops::batch_norm_recomputed } else { ops::batch_norm };
-        let options = self.options(input.shape()[1], activation)?;
-        let (output, moments) = run(input, weight.as_ref(), bias.as_ref(), &options)?;
+        let norm = self.options(input.shape()[1])?;
+        let block = BatchNormBlock { norm, activation, recomputed: self.mode.is_recomputed() };
+        let (output, moments) = ops::batch_norm_block(input, weight.as_ref(), bias.as_ref(), &block)?;
         self.observe(moments.as_ref())?;
         Ok(output)
     }

@@ -167,8 +167,9 @@ impl<const SPATIAL: usize> Layers<'_, SPATIAL> {
         let fused_pool = self.pool.copied().filter(ConvBnBlock::can_pool);
         let block = ConvBnBlock {
             convolution: *self.conv.options,
-            norm: bn.options(self.conv.weight.value().shape()[0], self.activation)?,
+            norm: bn.options(self.conv.weight.value().shape()[0])?,
             residual,
+            activation: self.activation,
             pool: fused_pool,
             keep,
         };

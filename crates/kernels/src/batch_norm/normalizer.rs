@@ -51,19 +51,12 @@ pub struct BatchNormOptions {
     pub eps: f64,
     /// Where eps is added.
     pub eps_place: EpsPlace,
-    /// Applied to the result in the same pass over memory.
-    pub activation: Activation,
 }
 
 impl Default for BatchNormOptions {
-    /// Batch statistics, eps 1e-5, no activation: PyTorch's training mode.
+    /// Batch statistics, eps 1e-5: PyTorch's training mode.
     fn default() -> BatchNormOptions {
-        BatchNormOptions {
-            statistics: Statistics::Batch,
-            eps: 1e-5,
-            eps_place: EpsPlace::InsideRoot,
-            activation: Activation::Identity,
-        }
+        BatchNormOptions { statistics: Statistics::Batch, eps: 1e-5, eps_place: EpsPlace::InsideRoot }
     }
 }
 
@@ -108,7 +101,7 @@ fn check_count(operation: &'static str, count: usize, shape: &[usize]) -> Result
     }
 }
 
-/// The statistics of one normalisation and its activation, without its weight and bias. Clones share the statistics.
+/// The statistics of one normalisation, without its weight and bias. Clones share the statistics.
 #[derive(Debug, Clone)]
 pub struct Normalizer {
     moments: Option<Moments>,
@@ -117,7 +110,6 @@ pub struct Normalizer {
     inverse_std: Arc<[f64]>,
     /// See [`Normalization::inverse_root`].
     inverse_root: Option<Arc<[f64]>>,
-    activation: Activation,
 }
 
 impl Normalizer {
@@ -140,7 +132,6 @@ impl Normalizer {
                 mean: mean.clone(),
                 inverse_std: inverse_std.into(),
                 inverse_root: None,
-                activation: options.activation,
             });
         }
         let mut moments = moments.ok_or_else(|| invalid(operation, "the batch's moments are missing"))?;
@@ -163,7 +154,6 @@ impl Normalizer {
             inverse_std: inverse_std.into(),
             inverse_root: moments.inverse_root(options.eps_place).map(Arc::from),
             moments: Some(moments),
-            activation: options.activation,
         }
     }
 
@@ -177,7 +167,7 @@ impl Normalizer {
         self.ranks.is_some()
     }
 
-    /// The normalisation in the form that kernels take, with the layer's weight and bias.
+    /// The normalisation in the form that kernels take, with the layer's weight and bias, and no activation.
     pub fn with<'a>(&'a self, weight: Option<Slice<'a>>, bias: Option<Slice<'a>>) -> Normalization<'a> {
         Normalization {
             mean: &self.mean,
@@ -185,7 +175,7 @@ impl Normalizer {
             inverse_root: self.inverse_root.as_deref(),
             weight,
             bias,
-            activation: self.activation,
+            activation: Activation::Identity,
         }
     }
 

@@ -143,7 +143,7 @@ impl Block {
         let (convolution, parameters) = (&self.convolution, y.parameters);
         let device = convolution.device();
         let through = of_norm.through.as_ref().map(|(sums, count)| (sums, *count));
-        let by = of_norm.normalizer.with(parameters.gamma, parameters.beta);
+        let by = self.normalization(of_norm.normalizer, [parameters.gamma, parameters.beta]);
         let mut of_weight = wanted.weight.then(|| WeightGradient::new(convolution)).transpose()?;
         let mut of_bias = wanted.bias.then(|| BiasGradient::new(convolution)).transpose()?;
         let elsewhere = sum.is_some() || !x.can_be_overwritten();
@@ -213,7 +213,7 @@ fn sums<H: Images>(
     let (convolution, parameters) = (y.convolution, y.parameters);
     let [images, ..] = convolution.output_shape();
     let mut sums = BackwardSumsInParts::new(&convolution.output_extent(images))?;
-    let by = normalizer.with(parameters.gamma, parameters.beta);
+    let by = dz.block.normalization(normalizer, [parameters.gamma, parameters.beta]);
     for images in convolution.tiles() {
         let y = y.get(images.clone(), || x.images(images.clone()))?;
         dz.pass(images.clone())?;

@@ -24,7 +24,7 @@ impl<'a> Epilogue<'a> {
         operands: &EpilogueOperands<'a>,
     ) -> Epilogue<'a> {
         let EpilogueOperands { gamma, beta, residual } = *operands;
-        Epilogue { block, by: normalizer.with(gamma, beta), residual }
+        Epilogue { block, by: block.normalization(normalizer, [gamma, beta]), residual }
     }
 
     /// Whether each element is read and written only once. Caches then bring nothing, so whole tensors may be processed at

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::epilogue::Epilogue;
 use super::recompute::{Kept, Recipe, RecipeSource};
-use super::{Block, Keep, NAME, Operands};
+use super::{Block, BlockProblem, Keep, NAME, Operands};
 use crate::activation::Activation;
 use crate::batch_norm::{BatchNormOptions, Moments, Normalizer, Statistics, StatsInParts};
 use crate::memory::Bytes;
@@ -64,14 +64,8 @@ impl Block {
     #[inline(never)]
     pub fn forward(&self, operands: &Operands<'_>, statistics: &Statistics, save: bool) -> Result<Forward> {
         self.check(&operands.parameters, Some(operands.residual.is_some()))?;
-        // With a residual, the activation follows the addition.
-        let activation = if self.problem.residual { Activation::Identity } else { self.problem.activation };
-        let options = BatchNormOptions {
-            statistics: statistics.clone(),
-            eps: self.problem.eps,
-            eps_place: self.problem.eps_place,
-            activation,
-        };
+        let BlockProblem { eps, eps_place, .. } = self.problem;
+        let options = BatchNormOptions { statistics: statistics.clone(), eps, eps_place };
         let shape = self.convolution.output_shape();
         options.check(NAME, &shape)?;
         let (mut y, moments) = self.convolve(operands, statistics)?;

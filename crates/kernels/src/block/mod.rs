@@ -56,7 +56,7 @@ pub use keep::Keep;
 pub use recompute::{ConvInput, Recipe};
 
 use crate::activation::Activation;
-use crate::batch_norm::EpsPlace;
+use crate::batch_norm::{EpsPlace, Normalization, Normalizer};
 use crate::conv::{ConvProblem, Filter, TiledConv};
 use crate::error::{check_dtype, invalid};
 use crate::images::Images;
@@ -206,6 +206,17 @@ impl Block {
         problem.check()?;
         let keep = keep.resolved(problem.residual, problem.pool.is_some());
         Ok(Block { convolution: TiledConv::new(device, problem.convolution, images), problem, keep })
+    }
+
+    /// The normalisation of y, with the activation unless a residual is added before it.
+    fn normalization<'a>(
+        &self,
+        normalizer: &'a Normalizer,
+        [gamma, beta]: [Option<Slice<'a>>; 2],
+    ) -> Normalization<'a> {
+        let BlockProblem { residual, activation, .. } = self.problem;
+        let activation = if residual { Activation::Identity } else { activation };
+        Normalization { activation, ..normalizer.with(gamma, beta) }
     }
 
     /// The convolution of the block.

@@ -7,9 +7,9 @@ mod pointwise;
 mod shapes;
 
 use convoke_autograd::ops::{
-    ConvOptions, Padding, PoolOptions, Statistics, activate, avg_pool2d, batch_norm, batch_norm_recomputed,
-    binary_cross_entropy_with_logits, concat, conv2d, cross_entropy, dropout, linear, log_softmax_along,
-    max_pool2d, mse_loss, nll_loss, softmax,
+    ConvOptions, Padding, PoolOptions, Statistics, activate, avg_pool2d, binary_cross_entropy_with_logits,
+    concat, conv2d, cross_entropy, dropout, linear, log_softmax_along, max_pool2d, mse_loss, nll_loss,
+    softmax,
 };
 use convoke_autograd::{DType, Device, MemoryFormat, Result, Tensor};
 use convoke_testkit::Random;
@@ -55,8 +55,8 @@ pub(crate) const OPERATIONS: [Operation; 71] = [
     operation("scale", "arithmetic", |draw| any_shape(draw, |x| x.scale(-1.7))),
     operation("sum", "arithmetic", |draw| any_shape(draw, Tensor::sum)),
     operation("mean", "arithmetic", |draw| any_shape(draw, Tensor::mean)),
-    operation("batch_norm", "batch_norm", |draw| batch_norm_cases(draw, batch_norm)),
-    operation("batch_norm_recomputed", "batch_norm", |draw| batch_norm_cases(draw, batch_norm_recomputed)),
+    operation("batch_norm", "batch_norm", |draw| batch_norm_cases(draw, false)),
+    operation("batch_norm_block", "batch_norm", |draw| batch_norm_cases(draw, true)),
     operation("concat", "concat", concat_cases),
     operation("conv2d", "conv2d", conv2d_cases),
     operation("conv_bn2d", "conv_bn2d", conv_bn2d_cases),

@@ -12,7 +12,7 @@ use super::{refused, windows};
 impl Translation<'_> {
     /// Convolution, batch norm, addition, activation and max pool, from which a graph makes the block again.
     pub(super) fn block(&mut self, step: &Step<'_>, operation: &Operation) -> Result<String> {
-        let Operation::ConvBn { convolution, norm, pool, has } = operation else {
+        let Operation::ConvBn { convolution, norm, activation, pool, has } = operation else {
             return refused("it is no block");
         };
         let [bias, gamma, beta, residual] = step.optional(2, *has);
@@ -22,14 +22,14 @@ impl Translation<'_> {
         if let Some(residual) = residual {
             y = self.named("add", Op::Arithmetic(Arithmetic::Add), vec![y, residual]);
         }
-        y = self.activation(y, norm.activation);
+        y = self.activation(y, *activation);
         Ok(match pool {
             Some(pool) => self.max_pool(step, y, pool),
             None => y,
         })
     }
 
-    /// Batch norm, without its activation. It is one node if a layer of a graph computes it.
+    /// Batch norm. It is one node if a layer of a graph computes it.
     pub(super) fn batch_norm(
         &mut self,
         step: &Step<'_>,

@@ -219,10 +219,10 @@ impl<'a> Translation<'a> {
             Operation::ConvTranspose3d(options) => {
                 Ok(self.node(step, Op::ConvTranspose(windows::conv_transpose3d(options)), all()))
             }
-            Operation::BatchNorm { options, has } => {
+            Operation::BatchNorm { norm, activation, has } => {
                 let affine = step.optional(1, *has);
-                let y = self.batch_norm(step, x(), options, affine)?;
-                Ok(self.activation(y, options.activation))
+                let y = self.batch_norm(step, x(), norm, affine)?;
+                Ok(self.activation(y, *activation))
             }
             Operation::ConvBn { .. } => self.block(step, operation),
             Operation::GroupNorm { groups, eps, has } => self.group_norm(step, (*groups, *eps), *has),

@@ -1,8 +1,8 @@
 //! Cases of batch norm, and of blocks of convolution and batch norm.
 
 use convoke_autograd::ops::{
-    Activation, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, EpsPlace, Keep, Moments,
-    PoolOptions, Statistics, conv_bn_block2d, conv_bn2d, conv2d,
+    Activation, BatchNormBlock, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, EpsPlace, Keep,
+    PoolOptions, Statistics, batch_norm_block, conv_bn_block2d, conv_bn2d, conv2d,
 };
 use convoke_autograd::{DType, Result, Tensor};
 
@@ -15,41 +15,38 @@ fn add_normalized(
     draw: &mut Draw,
     name: String,
     shapes: &[Vec<usize>],
-    options: BatchNormOptions,
+    norm: BatchNormBlock,
     (function, fit): (
-        impl Fn(&[Tensor], &BatchNormOptions) -> Result<Tensor> + 'static,
-        impl Fn(&[Tensor], &BatchNormOptions) -> bool,
+        impl Fn(&[Tensor], &BatchNormBlock) -> Result<Tensor> + 'static,
+        impl Fn(&[Tensor], &BatchNormBlock) -> bool,
     ),
 ) {
     let inputs = |draw: &mut Draw| shapes.iter().map(|shape| draw.normal(shape)).collect();
-    let identity = BatchNormOptions { activation: Activation::Identity, ..options.clone() };
-    let smooth = options.activation == Activation::Identity;
+    let identity = BatchNormBlock { activation: Activation::Identity, ..norm.clone() };
+    let smooth = norm.activation == Activation::Identity;
     let inputs = draw.until(inputs, |inputs| {
         fit(inputs, &identity) && (smooth || is_away_from_zero(&function(inputs, &identity).unwrap()))
     });
-    draw.add(name, inputs, move |inputs| function(inputs, &options));
+    draw.add(name, inputs, move |inputs| function(inputs, &norm));
 }
 
 /// Where there are no kinks but the activation's.
-fn anywhere(_: &[Tensor], _: &BatchNormOptions) -> bool {
+fn anywhere(_: &[Tensor], _: &BatchNormBlock) -> bool {
     true
 }
 
 /// With an eps large enough that its place counts.
-fn norm_options(draw: &mut Draw, channels: usize, [relu, constant, outside]: [bool; 3]) -> BatchNormOptions {
-    BatchNormOptions {
+fn norm_options(draw: &mut Draw, channels: usize, [relu, constant, outside]: [bool; 3]) -> BatchNormBlock {
+    let norm = BatchNormOptions {
         statistics: if constant { draw.constant_statistics(channels) } else { Statistics::Batch },
         eps: 0.1,
         eps_place: if outside { EpsPlace::OutsideRoot } else { EpsPlace::InsideRoot },
-        activation: if relu { Activation::Relu } else { Activation::Identity },
-    }
+    };
+    let activation = if relu { Activation::Relu } else { Activation::Identity };
+    BatchNormBlock { norm, activation, recomputed: false }
 }
 
-/// [`batch_norm`], or what has its arguments.
-type Norm =
-    fn(&Tensor, Option<&Tensor>, Option<&Tensor>, &BatchNormOptions) -> Result<(Tensor, Option<Moments>)>;
-
-pub(super) fn batch_norm_cases(draw: &mut Draw, norm: Norm) {
+pub(super) fn batch_norm_cases(draw: &mut Draw, recomputed: bool) {
     let shapes: &[&[usize]] = match draw.size {
         Size::Small => &[&[5, 3], &[3, 2, 4], &[2, 3, 3, 2], &[2, 2, 2, 3, 2], &[4, 1, 3, 1]],
         Size::Large => &[&[3, 6, 32, 32]],
@@ -59,16 +56,16 @@ pub(super) fn batch_norm_cases(draw: &mut Draw, norm: Norm) {
     {
         let flags = format!("relu {relu} constant {constant} eps outside {outside}");
         let name = format!("{shape:?} weight {weight} bias {bias} {flags}");
-        let options = norm_options(draw, shape[1], [relu, constant, outside]);
+        let norm = BatchNormBlock { recomputed, ..norm_options(draw, shape[1], [relu, constant, outside]) };
         let mut shapes = vec![shape.to_vec()];
         shapes.extend(std::iter::repeat_n(vec![shape[1]], usize::from(weight) + usize::from(bias)));
-        let function = move |inputs: &[Tensor], options: &BatchNormOptions| {
+        let function = move |inputs: &[Tensor], norm: &BatchNormBlock| {
             let mut rest = inputs[1..].iter();
             let weight = weight.then(|| rest.next().unwrap());
             let bias = bias.then(|| rest.next().unwrap());
-            Ok(norm(&inputs[0], weight, bias, options)?.0)
+            Ok(batch_norm_block(&inputs[0], weight, bias, norm)?.0)
         };
-        add_normalized(draw, name, &shapes, options, (function, anywhere));
+        add_normalized(draw, name, &shapes, norm, (function, anywhere));
     }
 }
 
@@ -90,7 +87,7 @@ enum Follows {
     Pool(PoolOptions),
 }
 
-/// A block of [`conv_bn_block2d`], but for its batch norm's options.
+/// A block of [`conv_bn_block2d`], but for its batch norm's options and its activation.
 #[derive(Clone, Copy)]
 struct Block {
     x: [usize; 4],
@@ -103,7 +100,7 @@ struct Block {
 }
 
 /// Adds a block, unless its output is too small for what follows.
-fn add_block(draw: &mut Draw, name: String, block: Block, options: BatchNormOptions) {
+fn add_block(draw: &mut Draw, name: String, block: Block, norm: BatchNormBlock) {
     let Block { x, weight, has, convolution, follows, keep } = block;
     let zeros = |shape: &[usize]| Tensor::zeros(&draw.device, shape, DType::F64).unwrap();
     let output = conv2d(&zeros(&x), &zeros(&weight), None, &convolution).unwrap().shape().to_vec();
@@ -114,13 +111,14 @@ fn add_block(draw: &mut Draw, name: String, block: Block, options: BatchNormOpti
     shapes.extend(std::iter::repeat_n(vec![weight[0]], has.iter().filter(|&&has| has).count()));
     shapes.extend((follows == Follows::Residual).then_some(output));
     let margin = WINNER_MARGIN[usize::from(draw.is_large())];
-    let function = move |inputs: &[Tensor], options: &BatchNormOptions, pool: Option<PoolOptions>| {
+    let function = move |inputs: &[Tensor], norm: &BatchNormBlock, pool: Option<PoolOptions>| {
         let mut rest = inputs[2..].iter();
         let [bias, gamma, beta] = has.map(|has| has.then(|| rest.next().unwrap()));
         let block = ConvBnBlock {
             convolution,
-            norm: options.clone(),
+            norm: norm.norm.clone(),
             residual: (follows == Follows::Residual).then(|| rest.next().unwrap()),
+            activation: norm.activation,
             pool,
             keep,
         };
@@ -128,11 +126,11 @@ fn add_block(draw: &mut Draw, name: String, block: Block, options: BatchNormOpti
         Ok(conv_bn_block2d(&inputs[0], &parameters, &block)?.0)
     };
     let pool = if let Follows::Pool(pool) = follows { Some(pool) } else { None };
-    let fit = |inputs: &[Tensor], identity: &BatchNormOptions| {
+    let fit = |inputs: &[Tensor], identity: &BatchNormBlock| {
         pool.is_none_or(|pool| has_clear_winners(&function(inputs, identity, None).unwrap(), &pool, margin))
     };
-    let pooled = move |inputs: &[Tensor], options: &BatchNormOptions| function(inputs, options, pool);
-    add_normalized(draw, name, &shapes, options, (pooled, fit));
+    let pooled = move |inputs: &[Tensor], norm: &BatchNormBlock| function(inputs, norm, pool);
+    add_normalized(draw, name, &shapes, norm, (pooled, fit));
 }
 
 /// Every way to keep, with everything that may follow.
@@ -160,7 +158,7 @@ pub(super) fn conv_bn_block2d_cases(draw: &mut Draw) {
     for (&(keep, follows), activation) in pairs.filter(|&(&(_, follows), kind)| allowed(follows, kind)) {
         for [bias, gamma, beta, constant, outside] in all_flags() {
             let options = norm_options(draw, 2, [false, constant, outside]);
-            let options = BatchNormOptions { activation, ..options };
+            let options = BatchNormBlock { activation, ..options };
             let has = [bias, gamma, beta];
             let flags = format!("bias, gamma, beta {has:?} constant {constant} eps outside {outside}");
             let block = Block { x, weight, has, convolution, follows, keep };
@@ -186,11 +184,16 @@ pub(super) fn conv_bn2d_cases(draw: &mut Draw) {
         let options = norm_options(draw, weight[0], [relu, constant, outside]);
         let mut shapes = vec![x.to_vec(), weight.to_vec()];
         shapes.extend(std::iter::repeat_n(vec![weight[0]], has.iter().filter(|&&has| has).count()));
-        let function = move |inputs: &[Tensor], options: &BatchNormOptions| {
+        let function = move |inputs: &[Tensor], block: &BatchNormBlock| {
             let mut rest = inputs[2..].iter();
             let [bias, gamma, beta] = has.map(|has| has.then(|| rest.next().unwrap()));
             let parameters = ConvBnParameters { weight: &inputs[1], bias, gamma, beta };
-            Ok(conv_bn2d(&inputs[0], &parameters, &convolution, options)?.0)
+            let BatchNormBlock { norm, activation, .. } = block.clone();
+            if activation == Activation::Identity {
+                return Ok(conv_bn2d(&inputs[0], &parameters, &convolution, &norm)?.0);
+            }
+            let block = ConvBnBlock { convolution, norm, activation, ..ConvBnBlock::default() };
+            Ok(conv_bn_block2d(&inputs[0], &parameters, &block)?.0)
         };
         add_normalized(draw, name, &shapes, options, (function, anywhere));
     }
