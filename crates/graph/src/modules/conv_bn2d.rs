@@ -31,7 +31,7 @@ impl std::fmt::Display for ConvBnMode {
 }
 
 /// A convolution with its batch norm that may run as one operation, which keeps for backward what it is told to. A module shows its
-/// blocks as [`Part::Block`], so that a [`crate::planner::Planner`] can plan their memory.
+/// blocks as [`Part::Block`], so that a planner can plan their memory.
 pub trait FusedBlock: Send + Sync {
     /// The convolution's weight.
     fn weight(&self) -> &Parameter;

@@ -18,7 +18,7 @@ pub type LazyBatchNorm3d = LazyBatchNorm<3>;
 
 /// A [`BatchNorm`] that gets its number of channels from its first input.
 ///
-/// Before that it has no parameters, and an optimizer, a checkpoint or [`crate::checkpoint::load_model`] refuses its model.
+/// Before that it has no parameters, and an optimizer and a checkpoint refuse its model.
 /// Run one forward first, in [`convoke_autograd::no_grad`] and evaluation, or call [`LazyBatchNorm::initialize`].
 pub struct LazyBatchNorm<const SPATIAL: usize> {
     init: Init,
