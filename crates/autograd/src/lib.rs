@@ -44,6 +44,6 @@ pub use foreign::Exported;
 pub use function::{Function, Needs, apply, apply_with_saved};
 pub use gradcheck::{GradCheck, GradCheckFailure, GradCheckReport, gradcheck};
 pub use mode::{enable_grad, inference_mode, is_grad_enabled, no_grad};
-pub use operation::{Arithmetic, Operation, ReduceKind};
+pub use operation::{Arithmetic, Compare, Operation, ReduceKind};
 pub use tensor::Tensor;
 pub use trace::{Call, Source, Trace, note_dropout, trace};

@@ -19,6 +19,10 @@ pub enum Operation {
     PRelu,
     /// a, b: arithmetic with broadcasting.
     Arithmetic(Arithmetic),
+    /// a, b: a comparison with broadcasting.
+    Compare(Compare),
+    /// condition, a, b: see [`crate::ops::choose`].
+    Choose,
     /// x: times a number.
     Scale(f64),
     /// x: over some of the axes.
@@ -151,6 +155,20 @@ pub enum Arithmetic {
     Max,
     /// The smaller of both.
     Min,
+}
+
+/// Comparisons and logical operations of two operands, with ONNX's names. For the latter, all numbers but 0 are true.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub enum Compare {
+    Equal,
+    Less,
+    LessOrEqual,
+    Greater,
+    GreaterOrEqual,
+    And,
+    Or,
+    Xor,
 }
 
 /// What a reduction computes, with ONNX's names. The last five consist of others.

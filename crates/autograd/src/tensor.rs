@@ -406,13 +406,17 @@ impl Tensor {
     pub(crate) fn into_own_bytes(self) -> Result<Bytes> {
         let (device, dtype, len) = (self.device().clone(), self.dtype(), self.len());
         let inner = match Arc::try_unwrap(self.inner) {
-            Ok(inner) => match Arc::try_unwrap(inner.storage) {
-                Ok(storage) if !storage.is_borrowed() => {
-                    return Ok(storage.into_bytes().expect("the elements are there"));
+            Ok(inner) => {
+                // The tape of a tensor that nobody holds may be the last to share its elements.
+                drop(inner.history);
+                match Arc::try_unwrap(inner.storage) {
+                    Ok(storage) if !storage.is_borrowed() => {
+                        return Ok(storage.into_bytes().expect("the elements are there"));
+                    }
+                    Ok(storage) => Arc::new(storage),
+                    Err(storage) => storage,
                 }
-                Ok(storage) => Arc::new(storage),
-                Err(storage) => storage,
-            },
+            }
             Err(inner) => inner.storage.clone(),
         };
         let mut copy = device.buffer(dtype, len)?;

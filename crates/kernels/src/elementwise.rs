@@ -9,7 +9,7 @@ use crate::profile::span;
 use crate::{Cpu, Element, Result};
 
 /// Elements of one task of an element-wise kernel.
-const CHUNK: usize = 1 << 14;
+pub(crate) const CHUNK: usize = 1 << 14;
 
 pub(crate) fn chunks<T>(data: &[T]) -> std::slice::Chunks<'_, T> {
     data.chunks(CHUNK)
@@ -20,27 +20,9 @@ pub(crate) fn chunks_mut<T>(data: &mut [T]) -> std::slice::ChunksMut<'_, T> {
 }
 
 multiversion! {
-    fn add_chunk<T: Element>(a: &[T], b: &[T], y: &mut [T]) {
-        for ((y, &a), &b) in y.iter_mut().zip(a).zip(b) {
-            *y = a + b;
-        }
-    }
-
     fn add_assign_chunk<T: Element>(x: &[T], y: &mut [T]) {
         for (y, &x) in y.iter_mut().zip(x) {
             *y += x;
-        }
-    }
-
-    fn multiply_chunk<T: Element>(a: &[T], b: &[T], y: &mut [T]) {
-        for ((y, &a), &b) in y.iter_mut().zip(a).zip(b) {
-            *y = a * b;
-        }
-    }
-
-    fn scale_chunk<T: Element>(factor: T, x: &[T], y: &mut [T]) {
-        for (y, &x) in y.iter_mut().zip(x) {
-            *y = x * factor;
         }
     }
 
@@ -84,19 +66,6 @@ multiversion! {
 }
 
 kernels! {
-    /// y = a + b.
-    ///
-    /// # Errors
-    /// If the lengths differ.
-    pub fn add<T>(cpu: &Cpu; a: &[T], b: &[T]; y: &mut [T]) -> Result<()> {
-        span!("add", a, b, y);
-        check_len("add", "b", b.len(), a.len())?;
-        check_len("add", "y", y.len(), a.len())?;
-        let items = chunks(a).zip(chunks(b)).zip(chunks_mut(y));
-        cpu.for_each(a.len(), items, |((a, b), y)| add_chunk(cpu, a, b, y));
-        Ok(())
-    }
-
     /// y += x.
     ///
     /// # Errors
@@ -105,31 +74,6 @@ kernels! {
         span!("add", x, y, y);
         check_len("add", "y", y.len(), x.len())?;
         cpu.for_each(x.len(), chunks(x).zip(chunks_mut(y)), |(x, y)| add_assign_chunk(cpu, x, y));
-        Ok(())
-    }
-
-    /// y = a * b, element by element.
-    ///
-    /// # Errors
-    /// If the lengths differ.
-    pub fn multiply<T>(cpu: &Cpu; a: &[T], b: &[T]; y: &mut [T]) -> Result<()> {
-        span!("multiply", a, b, y);
-        check_len("multiply", "b", b.len(), a.len())?;
-        check_len("multiply", "y", y.len(), a.len())?;
-        let items = chunks(a).zip(chunks(b)).zip(chunks_mut(y));
-        cpu.for_each(a.len(), items, |((a, b), y)| multiply_chunk(cpu, a, b, y));
-        Ok(())
-    }
-
-    /// y = x * factor.
-    ///
-    /// # Errors
-    /// If the lengths differ.
-    pub fn scale<T>(cpu: &Cpu, factor: f64; x: &[T]; y: &mut [T]) -> Result<()> {
-        span!("scale", x, y);
-        check_len("scale", "y", y.len(), x.len())?;
-        let factor = T::of(factor);
-        cpu.for_each(x.len(), chunks(x).zip(chunks_mut(y)), |(x, y)| scale_chunk(cpu, factor, x, y));
         Ok(())
     }
 
@@ -246,21 +190,15 @@ mod tests {
     fn plain_arithmetic() {
         let cpu = Cpu::new(2).unwrap();
         let a: Vec<f64> = (0..40_000).map(f64::from).collect();
-        let mut y = vec![f64::NAN; a.len()];
-        add(&cpu, (&a).into(), (&a).into(), (&mut y).into()).unwrap();
-        assert_eq!(y[39_999], 79_998.0);
+        let mut y = a.clone();
         add_assign(&cpu, (&a).into(), (&mut y).into()).unwrap();
-        assert_eq!(y[20_001], 60_003.0);
-        multiply(&cpu, (&a).into(), (&a).into(), (&mut y).into()).unwrap();
-        assert_eq!(y[300], 90_000.0);
-        scale(&cpu, -0.5, (&a).into(), (&mut y).into()).unwrap();
-        assert_eq!(y[7], -3.5);
+        assert_eq!(y[20_001], 40_002.0);
         assert_eq!(sum(&cpu, (&a).into()).unwrap(), 39_999.0 * 20_000.0);
         scale_assign(&cpu, -2.0, (&mut y).into()).unwrap();
-        assert_eq!(y[7], 7.0);
+        assert_eq!(y[7], -28.0);
         let one = square_sum(&Cpu::single(), (&a).into()).unwrap();
         assert_eq!(square_sum(&cpu, (&a).into()).unwrap(), one);
         assert_eq!(one, 39_999.0 * 40_000.0 * 79_999.0 / 6.0);
-        assert!(add(&cpu, (&a).into(), (&a[1..]).into(), (&mut y).into()).is_err());
+        assert!(add_assign(&cpu, (&a[1..]).into(), (&mut y).into()).is_err());
     }
 }

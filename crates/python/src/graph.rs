@@ -291,10 +291,9 @@ impl Model {
         let roots = outputs.iter().map(|output| output.requires_grad().then(|| output.root()).transpose());
         let roots = roots.collect::<convoke_autograd::Result<Vec<_>>>()?;
         let outputs = outputs.into_iter().enumerate().map(|(place, output)| {
-            // Whoever else holds the tensor would make `export` copy it.
-            let output = without_history(output);
             match self.formats.get(place) {
-                Some(&format) => no_grad(|| in_format(output, format))?.export(),
+                // The conversion takes the tensor, as whoever else held it would make `export` copy it.
+                Some(&format) => no_grad(move || output.to_format(format))?.export(),
                 None => output.export(),
             }
         });
@@ -370,16 +369,7 @@ impl Tape {
     }
 }
 
-/// `tensor` as a constant; nobody holds the recorded one any more.
-fn without_history(tensor: Tensor) -> Tensor {
-    tensor.detach()
-}
-
-fn in_format(tensor: Tensor, format: MemoryFormat) -> convoke_autograd::Result<Tensor> {
-    tensor.to_format(format)
-}
-
 /// Takes the gradient of a leaf out.
 fn exported(found: &mut Gradients, leaf: Option<&Tensor>) -> Result<Option<Exported>, Error> {
-    leaf.and_then(|leaf| found.take(leaf)).map(|gradient| without_history(gradient).export()).transpose()
+    leaf.and_then(|leaf| found.take(leaf)).map(|gradient| gradient.export()).transpose()
 }

@@ -1,33 +1,26 @@
 //! Addition, multiplication, scaling, and sums and means of all elements.
 
 use convoke_kernels::elementwise;
+use convoke_kernels::strided::Map;
 
-use super::broadcast::{Kind, arithmetic};
-use super::same_dtype;
+use super::broadcast::{Kind, Over, arithmetic};
 use crate::{Function, Needs, Operation, ReduceKind, Result, Tensor, apply};
 
 impl Tensor {
-    /// The sum of two tensors, broadcast as in [`Tensor::sub`]. Of one shape, the sum has the format of the first.
+    /// The sum of two tensors, broadcast as in [`Tensor::sub`].
     ///
     /// # Errors
     /// If the shapes do not broadcast or types differ.
     pub fn add(&self, other: &Tensor) -> Result<Tensor> {
-        match self.shape() == other.shape() {
-            true => apply(Add, &[self, other]),
-            false => arithmetic(Kind::Add, self, other),
-        }
+        arithmetic(Kind::Add, self, other)
     }
 
-    /// The product, element by element, of two tensors, broadcast as in [`Tensor::sub`]. Of one shape, the product has the format
-    /// of the first.
+    /// The product, element by element, of two tensors, broadcast as in [`Tensor::sub`].
     ///
     /// # Errors
     /// If the shapes do not broadcast or types differ.
     pub fn mul(&self, other: &Tensor) -> Result<Tensor> {
-        match self.shape() == other.shape() {
-            true => apply(Multiply, &[self, other]),
-            false => arithmetic(Kind::Mul, self, other),
-        }
+        arithmetic(Kind::Mul, self, other)
     }
 
     /// Every element times a number.
@@ -56,74 +49,12 @@ impl Tensor {
     }
 }
 
-/// Two operands of one shape, with the second converted to the memory format of the first.
-fn alike(operation: &'static str, inputs: &[&Tensor]) -> Result<(Tensor, Tensor)> {
-    let [a, b] = [inputs[0], inputs[1]];
-    same_dtype(operation, inputs)?;
-    Ok((a.detach(), b.in_format(a.format())?))
-}
-
-struct Add;
-
-impl Function for Add {
-    type Saved = ();
-
-    fn name(&self) -> &'static str {
-        "add"
-    }
-
-    fn describe(&self) -> Option<Operation> {
-        Some(Operation::Arithmetic(Kind::Add))
-    }
-
-    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {
-        let (a, b) = alike("add", inputs)?;
-        let cpu = a.device().compute();
-        let y = a.elements_like(|y| Ok(elementwise::add(cpu, a.elements()?, b.elements()?, y)?))?;
-        Ok((y, ()))
-    }
-
-    fn backward(&self, (): (), upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
-        Ok(vec![Some(upstream.clone()), Some(upstream)])
-    }
-}
-
-struct Multiply;
-
-fn product(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    a.elements_like(|y| Ok(elementwise::multiply(a.device().compute(), a.elements()?, b.elements()?, y)?))
-}
-
-impl Function for Multiply {
-    /// Each operand, if the gradient of the other is needed.
-    type Saved = [Option<Tensor>; 2];
-
-    fn name(&self) -> &'static str {
-        "mul"
-    }
-
-    fn describe(&self) -> Option<Operation> {
-        Some(Operation::Arithmetic(Kind::Mul))
-    }
-
-    fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, Self::Saved)> {
-        let (a, b) = alike("mul", inputs)?;
-        let y = product(&a, &b)?;
-        Ok((y, [needs.input(1).then_some(a), needs.input(0).then_some(b)]))
-    }
-
-    fn backward(&self, [a, b]: Self::Saved, upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
-        let gradient = |other: Option<Tensor>| other.map(|other| product(&upstream, &other)).transpose();
-        Ok(vec![gradient(b)?, gradient(a)?])
-    }
-}
-
 struct Scale {
     factor: f64,
 }
 
 fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
-    x.elements_like(|y| Ok(elementwise::scale(x.device().compute(), factor, x.elements()?, y)?))
+    Over { operation: "scale", shape: x.shape(), format: x.format() }.map(Map::Scale(factor), [x])
 }
 
 impl Function for Scale {

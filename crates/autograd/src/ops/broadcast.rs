@@ -12,7 +12,8 @@ use crate::{Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 impl Tensor {
     /// The difference of two tensors, broadcast as in NumPy: shapes are aligned at their last sizes, and sizes of 1 are repeated.
     ///
-    /// The output has the memory format of the operand that has all its dimensions; of the larger one if both do.
+    /// The output has the memory format of the operand that has all its dimensions; of the larger one if both do, and of the first
+    /// if they have one shape.
     ///
     /// # Errors
     /// If the shapes do not broadcast or types differ.
@@ -118,6 +119,20 @@ pub(super) fn broadcast_shape(operation: &'static str, a: &[usize], b: &[usize])
     Ok(shape)
 }
 
+/// The shape to which operands broadcast, and the memory format of the largest of those that have all its dimensions; of equally
+/// large ones the first.
+pub(super) fn broadcast_operands(
+    operation: &'static str,
+    operands: &[&Tensor],
+) -> Result<(Vec<usize>, MemoryFormat)> {
+    let all = operands.iter().map(|operand| Ok(operand.shape().to_vec()));
+    let shape = all.reduce(|a, b| broadcast_shape(operation, &a?, &b?)).expect("there are operands")?;
+    let whole = operands.iter().filter(|operand| operand.shape().len() == shape.len());
+    let whole = whole.reduce(|first, other| if other.len() > first.len() { other } else { first });
+    let format = whole.map_or(MemoryFormat::Contiguous, |whole| whole.format());
+    Ok((shape, format))
+}
+
 pub(super) fn arithmetic(kind: Kind, a: &Tensor, b: &Tensor) -> Result<Tensor> {
     apply(Binary { kind, exponent: None }, &[a, b])
 }
@@ -171,11 +186,10 @@ impl Function for Binary {
     fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, SavedBinary)> {
         let (operation, [a, b]) = (self.name(), [inputs[0], inputs[1]]);
         same_dtype(operation, inputs)?;
-        let shape = broadcast_shape(operation, a.shape(), b.shape())?;
-        let whole = [a, b].into_iter().filter(|operand| operand.shape().len() == shape.len());
-        // Of equally large ones the first.
-        let whole = whole.reduce(|first, other| if other.len() > first.len() { other } else { first });
-        let format = whole.map_or(MemoryFormat::Contiguous, Tensor::format);
+        let (shape, format) = broadcast_operands(operation, inputs)?;
+        let turned =
+            (a.shape() == b.shape() && b.format() != format).then(|| b.in_format(format)).transpose()?;
+        let b = turned.as_ref().unwrap_or(b);
         let over = Over { operation, shape: &shape, format };
         let y = match self.kind {
             Kind::Pow if let Some(exponent) = self.exponent => over.map(Map::PowerOf(exponent), [a]),
@@ -194,7 +208,7 @@ impl Function for Binary {
             Kind::Pow if self.exponent.is_some() => [needs.input(0), false],
             Kind::Pow | Kind::Max | Kind::Min => [needs.any(); 2],
         };
-        let likes = [Like::of(a), Like::of(b)];
+        let likes = [Like::of(a), Like::of(inputs[1])];
         Ok((y, SavedBinary { a: of_a.then(|| a.detach()), b: of_b.then(|| b.detach()), likes }))
     }
 
@@ -324,6 +338,11 @@ impl Over<'_> {
 
     /// The axes in the order of the format, with the strides of each operand.
     fn axes<const N: usize>(&self, kept: &[bool], operands: &[&Tensor; N]) -> Vec<Axis<N>> {
+        let lies_so = |operand: &&Tensor| operand.format() == self.format && operand.shape() == self.shape;
+        if operands.iter().all(lies_so) && kept.iter().all(|&kept| kept) {
+            // One run, whatever the shape.
+            return vec![Axis { size: operands[0].len(), strides: [1; N], kept: true }];
+        }
         let rank = self.shape.len();
         let strides = operands.map(|operand| operand.format().strides(operand.shape()));
         let stride = |index: usize, axis: usize| {

@@ -4,6 +4,7 @@ mod adaptive_pool2d;
 mod arithmetic;
 mod batch_norm;
 mod broadcast;
+mod compare;
 mod concat;
 mod conv2d;
 mod conv3d;
@@ -35,6 +36,7 @@ pub use adaptive_pool2d::{adaptive_avg_pool2d, adaptive_max_pool2d};
 pub use batch_norm::{
     BatchNormBlock, BatchNormOptions, Statistics, Synchronize, batch_norm, batch_norm_block,
 };
+pub use compare::choose;
 pub use concat::{cat, concat, stack};
 pub use conv_bn2d::{ConvBnBlock, ConvBnParameters, Keep, conv_bn_block2d, conv_bn2d};
 pub use conv_transpose2d::{ConvTransposeOptions, conv_transpose2d};

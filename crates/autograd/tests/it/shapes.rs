@@ -3,7 +3,7 @@
 use crate::common::{FORMATS, check_refused, device, laid_out, normal};
 use convoke_autograd::ops::{self, DepthOrder, GemmOptions, PadMode, Slice};
 use convoke_autograd::{
-    BackwardOptions, Cpu, DType, Device, DeviceOptions, MemoryFormat, Result, Tensor, bf16,
+    BackwardOptions, Compare, Cpu, DType, Device, DeviceOptions, MemoryFormat, Result, Tensor, bf16,
 };
 use convoke_testkit::{Failures, HUGE, catch_unwind, is_had};
 
@@ -46,6 +46,40 @@ fn formats_are_kept() {
         }
     }
     failures.finish();
+}
+
+#[test]
+fn comparisons_are_those_of_numbers() {
+    let device = device();
+    let numbers = [f64::NEG_INFINITY, -1.5, -0.0, 0.0, 2.0, f64::INFINITY, f64::NAN];
+    let count = numbers.len();
+    let rows = Tensor::from_slice(&device, &[count, 1], &numbers).unwrap();
+    let columns = Tensor::from_slice(&device, &[count], &numbers).unwrap();
+    type Holds = fn(f64, f64) -> bool;
+    let all: [(Compare, Holds); 8] = [
+        (Compare::Equal, |a, b| a == b),
+        (Compare::Less, |a, b| a < b),
+        (Compare::LessOrEqual, |a, b| a <= b),
+        (Compare::Greater, |a, b| a > b),
+        (Compare::GreaterOrEqual, |a, b| a >= b),
+        (Compare::And, |a, b| a != 0.0 && b != 0.0),
+        (Compare::Or, |a, b| a != 0.0 || b != 0.0),
+        (Compare::Xor, |a, b| (a != 0.0) != (b != 0.0)),
+    ];
+    for (comparison, holds) in all {
+        let found = rows.with_grad().compare(comparison, &columns).unwrap();
+        assert!(!found.requires_grad());
+        let expected: Vec<f64> =
+            numbers.iter().flat_map(|&a| numbers.map(|b| f64::from(u8::from(holds(a, b))))).collect();
+        assert_eq!(found.to_vec::<f64>().unwrap(), expected, "{comparison:?}");
+    }
+    let chosen = ops::choose(&rows, &columns, &Tensor::full(&device, &[1, 1], DType::F64, 7.0).unwrap());
+    let expected: Vec<f64> = numbers
+        .iter()
+        .flat_map(|&condition| numbers.map(|b| if condition == 0.0 { 7.0 } else { b }))
+        .collect();
+    let found = chosen.unwrap().to_vec::<f64>().unwrap();
+    assert!(found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits()), "{found:?}");
 }
 
 #[test]

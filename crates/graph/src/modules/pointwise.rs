@@ -41,39 +41,59 @@ fixed! {
     Softsign = Pointwise::Softsign;
 }
 
+/// A layer with options, and their defaults.
+macro_rules! with_options {
+    ($(
+        $(#[$doc:meta])*
+        $name:ident { $($(#[$field_doc:meta])* $field:ident = $default:literal),+ } = $function:expr;
+    )*) => {$(
+        $(#[$doc])*
+        #[derive(Module, Debug, Clone, Copy)]
+        pub struct $name {
+            $($(#[$field_doc])* #[module(skip)] pub $field: f64,)+
+        }
+
+        impl Default for $name {
+            fn default() -> $name {
+                $name { $($field: $default),+ }
+            }
+        }
+
+        impl Forward for $name {
+            fn forward(&self, input: &Tensor) -> Result<Tensor> {
+                let $name { $($field),+ } = *self;
+                ops::pointwise(input, $function)
+            }
+        }
+    )*};
+}
+
+with_options! {
+    /// x above 0, else alpha (e^x - 1).
+    ELU {
+        /// 0 or more; 1 by default.
+        alpha = 1.0
+    } = Pointwise::Elu { alpha };
+    /// x above 0, else alpha (e^(x / alpha) - 1).
+    CELU {
+        /// Above 0; 1 by default.
+        alpha = 1.0
+    } = Pointwise::Celu { alpha };
+    /// log(1 + e^(beta x)) / beta, and x itself where beta x is above the threshold.
+    Softplus {
+        /// Above 0; 1 by default.
+        beta = 1.0,
+        /// 20 by default.
+        threshold = 20.0
+    } = Pointwise::Softplus { beta, threshold };
+}
+
 /// x times the distribution function of the normal distribution.
 #[derive(Module, Debug, Clone, Copy, Default)]
 pub struct GELU {
     /// Whether the distribution function is approximated by a hyperbolic tangent: PyTorch's `approximate="tanh"`.
     #[module(skip)]
     pub tanh: bool,
-}
-
-/// x above 0, else alpha (e^x - 1).
-#[derive(Module, Debug, Clone, Copy)]
-pub struct ELU {
-    /// 0 or more; 1 by default.
-    #[module(skip)]
-    pub alpha: f64,
-}
-
-/// x above 0, else alpha (e^(x / alpha) - 1).
-#[derive(Module, Debug, Clone, Copy)]
-pub struct CELU {
-    /// Above 0; 1 by default.
-    #[module(skip)]
-    pub alpha: f64,
-}
-
-/// log(1 + e^(beta x)) / beta, and x itself where beta x is above the threshold.
-#[derive(Module, Debug, Clone, Copy)]
-pub struct Softplus {
-    /// Above 0; 1 by default.
-    #[module(skip)]
-    pub beta: f64,
-    /// 20 by default.
-    #[module(skip)]
-    pub threshold: f64,
 }
 
 /// Softmax along an axis.
@@ -109,45 +129,9 @@ impl PReLU {
     }
 }
 
-impl Default for ELU {
-    fn default() -> ELU {
-        ELU { alpha: 1.0 }
-    }
-}
-
-impl Default for CELU {
-    fn default() -> CELU {
-        CELU { alpha: 1.0 }
-    }
-}
-
-impl Default for Softplus {
-    fn default() -> Softplus {
-        Softplus { beta: 1.0, threshold: 20.0 }
-    }
-}
-
 impl Forward for GELU {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         ops::pointwise(input, if self.tanh { Pointwise::GeluTanh } else { Pointwise::Gelu })
-    }
-}
-
-impl Forward for ELU {
-    fn forward(&self, input: &Tensor) -> Result<Tensor> {
-        ops::pointwise(input, Pointwise::Elu { alpha: self.alpha })
-    }
-}
-
-impl Forward for CELU {
-    fn forward(&self, input: &Tensor) -> Result<Tensor> {
-        ops::pointwise(input, Pointwise::Celu { alpha: self.alpha })
-    }
-}
-
-impl Forward for Softplus {
-    fn forward(&self, input: &Tensor) -> Result<Tensor> {
-        ops::pointwise(input, Pointwise::Softplus { beta: self.beta, threshold: self.threshold })
     }
 }
 

@@ -1,5 +1,8 @@
-//! The formulas of the pointwise functions, each a type of its own, so that loops are compiled for each of them.
+//! The pointwise functions: a row and a formula each. A formula is a type of its own, so that loops are compiled for each of them.
 
+use serde::{Deserialize, Serialize};
+
+use super::Saves;
 use crate::Element;
 
 /// One function of numbers of type T, with its parameters.
@@ -13,67 +16,100 @@ pub(crate) trait Formula<T>: Copy + Send + Sync {
     fn backward(self, saved: T, dy: T) -> T;
 }
 
+// Name and parameters: the name in errors, what backward reads, the approximate cost of an element in multiplications, and
+// the value of another formula's type if there is no formula of this name.
+functions! { $
+    /// max(0, x). Saves its output.
+    Relu: "relu", Output, 1;
+    /// x where it is positive, else slope * x: PyTorch's `leaky_relu`. Saves its output.
+    LeakyRelu {
+        /// Above 0 and finite, in the element type too.
+        slope,
+    }: "leaky_relu", Output, 1;
+    /// 1 / (1 + e^-x). Saves its output.
+    Sigmoid: "sigmoid", Output, 8;
+    /// The hyperbolic tangent. Saves its output.
+    Tanh: "tanh", Output, 8;
+    /// x sigmoid(x), also called swish. Saves its input.
+    Silu: "silu", Input, 8;
+    /// x relu6(x + 3) / 6. Saves its input.
+    HardSwish: "hardswish", Input, 1;
+    /// alpha x + beta, at least 0 and at most 1, as ONNX defines it. Saves its output. PyTorch's is
+    /// [`Pointwise::HARD_SIGMOID`].
+    HardSigmoid {
+        /// The slope, above 0.
+        alpha,
+        /// The value at 0.
+        beta,
+    }: "hardsigmoid", Output, 1;
+    /// x, but at least `min` and at most `max`: PyTorch's `clamp` and `hardtanh`. The gradient is 0 at the bounds, as in PyTorch
+    /// 2.15 (in earlier versions that of `clamp` passed there), and where x is NaN. Saves its output. ReLU6 is [`Pointwise::RELU6`].
+    Clip {
+        /// The least result; -infinity for none.
+        min,
+        /// The largest result, not below `min`; infinity for none.
+        max,
+    }: "clip", Output, 1;
+    /// x times the distribution function of the normal distribution. Saves its input.
+    Gelu: "gelu", Input, 8;
+    /// x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2: PyTorch's `gelu` with `approximate="tanh"`. Saves its input.
+    GeluTanh: "gelu (tanh)", Input, 8;
+    /// x above 0, else alpha (e^x - 1). Saves its output, so the gradient's error is relative to alpha.
+    Elu {
+        /// 0 or more.
+        alpha,
+    }: "elu", Output, 8 => elu(1.0, alpha, 1.0);
+    /// [`Pointwise::Elu`] with a fixed alpha (1.673...), times a fixed scale (1.050...). Saves its output.
+    Selu: "selu", Output, 8 => elu(SELU_SCALE, SELU_SCALE * SELU_ALPHA, 1.0);
+    /// x above 0, else alpha (e^(x / alpha) - 1). Saves its output.
+    Celu {
+        /// Above 0.
+        alpha,
+    }: "celu", Output, 8 => elu(1.0, alpha, 1.0 / alpha);
+    /// x tanh(softplus(x)). Saves its input.
+    Mish: "mish", Input, 8;
+    /// log(1 + e^(beta x)) / beta, and x itself where beta x is above the threshold. Saves its input.
+    Softplus {
+        /// Above 0.
+        beta,
+        /// From here on the function is the identity; infinity for nowhere. No threshold is needed to avoid an overflow.
+        threshold,
+    }: "softplus", Input, 8;
+    /// x / (1 + |x|). Saves its output.
+    Softsign: "softsign", Output, 2;
+    /// e^x. Saves its output.
+    Exp: "exp", Output, 8;
+    /// The natural logarithm. Saves its input.
+    Log: "log", Input, 8;
+    /// The square root. Saves its output.
+    Sqrt: "sqrt", Output, 2;
+    /// |x|. The gradient is dy times the sign of x, which is 0 at 0. Saves its input.
+    Abs: "abs", Input, 1;
+    /// -x. Saves nothing.
+    Neg: "neg", Nothing, 1;
+    /// 1 / x. Saves its output.
+    Reciprocal: "reciprocal", Output, 2;
+    /// The error function. Saves its input.
+    Erf: "erf", Input, 8;
+}
+
 /// x itself: no activation.
 #[derive(Clone, Copy)]
 pub(crate) struct Identity;
-#[derive(Clone, Copy)]
-pub(crate) struct Relu;
-#[derive(Clone, Copy)]
-pub(crate) struct LeakyRelu<T> {
-    pub(crate) slope: T,
-}
-#[derive(Clone, Copy)]
-pub(crate) struct Sigmoid;
-#[derive(Clone, Copy)]
-pub(crate) struct Tanh;
-#[derive(Clone, Copy)]
-pub(crate) struct Silu;
-#[derive(Clone, Copy)]
-pub(crate) struct HardSwish;
-#[derive(Clone, Copy)]
-pub(crate) struct HardSigmoid<T> {
-    pub(crate) alpha: T,
-    pub(crate) beta: T,
-}
-#[derive(Clone, Copy)]
-pub(crate) struct Clip<T> {
-    pub(crate) min: T,
-    pub(crate) max: T,
-}
-#[derive(Clone, Copy)]
-pub(crate) struct Gelu;
-#[derive(Clone, Copy)]
-pub(crate) struct GeluTanh;
 /// `positive` * x above 0, else `negative` * (e^(`rate` * x) - 1): ELU, SELU and CELU.
 #[derive(Clone, Copy)]
 pub(crate) struct Elu<T> {
-    pub(crate) positive: T,
-    pub(crate) negative: T,
-    pub(crate) rate: T,
+    positive: T,
+    negative: T,
+    rate: T,
 }
-#[derive(Clone, Copy)]
-pub(crate) struct Mish;
-#[derive(Clone, Copy)]
-pub(crate) struct Softplus<T> {
-    pub(crate) beta: T,
-    pub(crate) threshold: T,
+
+pub(super) const SELU_ALPHA: f64 = 1.673_263_242_354_377_2;
+pub(super) const SELU_SCALE: f64 = 1.050_700_987_355_480_5;
+
+pub(super) fn elu<T: Element>(positive: f64, negative: f64, rate: f64) -> Elu<T> {
+    Elu { positive: T::of(positive), negative: T::of(negative), rate: T::of(rate) }
 }
-#[derive(Clone, Copy)]
-pub(crate) struct Softsign;
-#[derive(Clone, Copy)]
-pub(crate) struct Exp;
-#[derive(Clone, Copy)]
-pub(crate) struct Log;
-#[derive(Clone, Copy)]
-pub(crate) struct Sqrt;
-#[derive(Clone, Copy)]
-pub(crate) struct Abs;
-#[derive(Clone, Copy)]
-pub(crate) struct Neg;
-#[derive(Clone, Copy)]
-pub(crate) struct Reciprocal;
-#[derive(Clone, Copy)]
-pub(crate) struct Erf;
 
 /// x, but at least `min` and at most `max`; NaN stays NaN.
 #[inline(always)]

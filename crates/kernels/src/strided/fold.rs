@@ -147,7 +147,7 @@ impl Walk<'_> {
     /// # Errors
     /// If y's length is not that of the kept axes, or its type not that of the operands.
     pub fn fold(&self, cpu: &Cpu, function: Map, reduction: Reduction, y: SliceMut<'_>) -> Result<()> {
-        span!("fold", self.operands[0], y);
+        span!("fold", *self, y);
         self.check(function, &y)?;
         dispatch!(self.operation, y.dtype(), T => self.typed_fold::<T>(cpu, function, reduction, y.of()?))
     }

@@ -1,6 +1,7 @@
 //! Functions of one to three elements, and the walk that writes them.
 
 use super::{BLOCK, Cut, Gathered, OPERANDS, TASK, Walk, gathered};
+use crate::elementwise::{CHUNK, chunks_mut};
 use crate::isa::multiversion;
 use crate::profile::span;
 use crate::{Cpu, Element, Result, SliceMut, dispatch};
@@ -51,7 +52,7 @@ macro_rules! maps {
 
         /// A type for each function.
         mod of {
-            use super::{MapOf, power};
+            use super::{MapOf, power, truth};
             use crate::Element;
 
             $(
@@ -132,13 +133,33 @@ maps! {
     /// The gradient of the smaller of a and b to a, from (dy, a, b).
     SmallerShare(3) = |dy, a, b| if a == b { dy * T::of(0.5) } else if a > b { T::zero() } else { dy };
     /// 1 where a = b, else 0.
-    Equal(2) = |a, b, _| if a == b { T::one() } else { T::zero() };
+    Equal(2) = |a, b, _| truth(a == b);
+    /// 1 where a < b, else 0.
+    Less(2) = |a, b, _| truth(a < b);
+    /// 1 where a <= b, else 0.
+    LessOrEqual(2) = |a, b, _| truth(a <= b);
+    /// 1 where a > b, else 0.
+    Greater(2) = |a, b, _| truth(a > b);
+    /// 1 where a >= b, else 0.
+    GreaterOrEqual(2) = |a, b, _| truth(a >= b);
+    /// 1 where neither is 0, else 0.
+    And(2) = |a, b, _| truth(a != T::zero() && b != T::zero());
+    /// 1 where one of both or both are not 0, else 0.
+    Or(2) = |a, b, _| truth(a != T::zero() || b != T::zero());
+    /// 1 where exactly one of both is 0, else 0.
+    Xor(2) = |a, b, _| truth((a == T::zero()) != (b == T::zero()));
+    /// b where a is not 0, else c.
+    Choose(3) = |a, b, c| if a == T::zero() { c } else { b };
+    /// b where a is not 0, else 0.
+    WhereTrue(2) = |a, b, _| if a == T::zero() { T::zero() } else { b };
+    /// b where a is 0, else 0.
+    WhereFalse(2) = |a, b, _| if a == T::zero() { b } else { T::zero() };
     /// c where a = b, else 0 c.
-    OfEqual(3) = |a, b, c| c * if a == b { T::one() } else { T::zero() };
+    OfEqual(3) = |a, b, c| c * truth(a == b);
     /// x, but 1 for 0: a product of these leaves zeros out.
     NonZero(1) = |x, _, _| if x == T::zero() { T::one() } else { x };
     /// 1 for 0, else 0: a sum of these counts zeros.
-    Zero(1) = |x, _, _| if x == T::zero() { T::one() } else { T::zero() };
+    Zero(1) = |x, _, _| truth(x == T::zero());
     /// a b where c = 0, else 0.
     WhereZero(3) = |a, b, c| if c == T::zero() { a * b } else { T::zero() };
     /// a b where c = 1, else 0.
@@ -146,6 +167,11 @@ maps! {
     /// The gradient of a product to its factor x, from (x, g, z): g is the upstream gradient times the product if no factor is 0,
     /// z the upstream gradient times the product of the others if one factor is; both are 0 elsewhere.
     OfProduct(3) = |x, g, z| if x == T::zero() { z } else { g / x };
+}
+
+#[inline(always)]
+fn truth<T: Element>(holds: bool) -> T {
+    if holds { T::one() } else { T::zero() }
 }
 
 /// The exponents that PyTorch treats apart differ from `powf` at -0 and -infinity: a root of these is -0 and NaN.
@@ -179,7 +205,7 @@ impl Walk<'_> {
     /// # Errors
     /// If y's length is not the walk's, or its type not that of the operands.
     pub fn map(&self, cpu: &Cpu, function: Map, y: SliceMut<'_>) -> Result<()> {
-        span!("map", y, y);
+        span!("map", *self, y);
         self.check(function, &y)?;
         assert_eq!(self.len, self.outputs, "{}: a function of elements keeps all axes", self.operation);
         dispatch!(self.operation, y.dtype(), T => self.typed_map::<T>(cpu, function, y.of()?))
@@ -187,6 +213,13 @@ impl Walk<'_> {
 
     fn typed_map<T: Element>(&self, cpu: &Cpu, function: Map, y: &mut [T]) -> Result<()> {
         let operands = self.typed_operands::<T>()?;
+        if self.is_one_run() {
+            cpu.for_each(self.len, chunks_mut(y).enumerate(), |(index, y)| {
+                let start = index * CHUNK;
+                function.write(cpu, operands.map(|operand| &operand[start..start + y.len()]), y);
+            });
+            return Ok(());
+        }
         let all: Vec<usize> = (0..self.levels.len()).collect();
         let cut = Cut::new(&self.levels, &all, TASK, BLOCK);
         cpu.for_each(self.len, cut.outputs(y).enumerate(), |(index, y)| {

@@ -21,6 +21,7 @@ pub use scatter::{Scatter, add_taken};
 pub use take::{Places, Take, TakeAxis};
 
 use crate::error::{check_len, invalid};
+use crate::profile::InMemory;
 use crate::{Element, Result, Slice, SliceMut};
 
 /// The approximate number of elements in a task.
@@ -138,9 +139,24 @@ impl<'a> Walk<'a> {
         check_len(self.operation, "the output", y.len(), self.outputs)
     }
 
+    /// Whether all operands and the output lie together, in one order.
+    fn is_one_run(&self) -> bool {
+        match *self.levels {
+            [] => self.len == 1,
+            [level] => level.strides == [1; OPERANDS] && level.out == 1,
+            _ => false,
+        }
+    }
+
     fn typed_operands<T: Element>(&self) -> Result<[&'a [T]; OPERANDS]> {
         let [a, b, c] = self.operands;
         Ok([a.of()?, b.of()?, c.of()?])
+    }
+}
+
+impl InMemory for Walk<'_> {
+    fn bytes_in_memory(&self) -> usize {
+        self.operands[..self.count].iter().map(InMemory::bytes_in_memory).sum()
     }
 }
 

@@ -49,7 +49,7 @@ const fn operation(name: &'static str, file: &'static str, cases: fn(&mut Draw))
 }
 
 /// Every public operation and method that can be recorded.
-pub(crate) const OPERATIONS: [Operation; 71] = [
+pub(crate) const OPERATIONS: [Operation; 73] = [
     operation("add", "arithmetic", |draw| two_operands(draw, Tensor::add)),
     operation("mul", "arithmetic", |draw| two_operands(draw, Tensor::mul)),
     operation("scale", "arithmetic", |draw| any_shape(draw, |x| x.scale(-1.7))),
@@ -100,6 +100,8 @@ pub(crate) const OPERATIONS: [Operation; 71] = [
     operation("pow", "broadcast", |draw| shapes::broadcast_cases(draw, Tensor::pow)),
     operation("maximum", "broadcast", |draw| shapes::comparison_cases(draw, Tensor::maximum)),
     operation("minimum", "broadcast", |draw| shapes::comparison_cases(draw, Tensor::minimum)),
+    operation("compare", "compare", |draw| shapes::comparison_cases(draw, shapes::compared)),
+    operation("choose", "compare", |draw| shapes::comparison_cases(draw, shapes::chosen)),
     operation("add_scalar", "broadcast", |draw| shapes::number_cases(draw, Tensor::add_scalar, &[0.0, -1.5])),
     operation("pow_scalar", "broadcast", |draw| {
         shapes::number_cases(draw, Tensor::pow_scalar, &[0.0, 1.0, 2.0, 3.0, 0.5, -1.0]);

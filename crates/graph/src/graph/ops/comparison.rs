@@ -1,22 +1,9 @@
 //! Comparisons, and the choice between tensors by them. A truth value is 1 or 0 in a tensor of the model's type.
 
-use convoke_autograd::{Error, Function, MemoryFormat, Needs, apply, dispatch};
+pub use convoke_autograd::Compare;
+use convoke_autograd::{Error, ops};
 
 use super::*;
-
-/// Comparisons and logical operations.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[allow(missing_docs)]
-pub enum Compare {
-    Equal,
-    Less,
-    LessOrEqual,
-    Greater,
-    GreaterOrEqual,
-    And,
-    Or,
-    Xor,
-}
 
 kinds! { name, READ: Compare;
     "Equal" (2, 2) Equal,
@@ -34,7 +21,7 @@ pub(super) const COMPARE: Operator<Compare> = Operator {
     read: READ,
     write: plain,
     known: Known::One(|&kind, inputs| compare_known(kind, &inputs.all_known()?)),
-    run: Run::One(|&kind, inputs| compare(kind, inputs)),
+    run: Run::One(|&kind, inputs| Ok(inputs.tensor(0)?.compare(kind, &inputs.tensor(1)?)?)),
     uses: |_, _| Use::Number,
     gives: |_, from| About { kind: Kind::Bool, len: None, ..from.broadcast() },
 };
@@ -81,18 +68,6 @@ fn thresholded_relu(node: &mut NodeReader<'_>) -> Answer<Op> {
     Ok(Op::Where)
 }
 
-/// Two tensors in the shape to which both broadcast, and in contiguous order.
-fn broadcast_tensors(a: &Tensor, b: &Tensor) -> Result<[Tensor; 2]> {
-    let Some(shape) = broadcast(a.shape(), b.shape()) else {
-        return refuse(format!("the shapes {:?} and {:?} do not broadcast", a.shape(), b.shape()));
-    };
-    let to = |x: &Tensor| {
-        let x = if x.shape() == shape { x.clone() } else { x.expand(&shape)? };
-        if x.shape().len() < 3 { Ok(x) } else { x.to_format(MemoryFormat::Contiguous) }
-    };
-    Ok([to(a)?, to(b)?])
-}
-
 /// Whether a comparison holds.
 fn holds<N: PartialOrd + Default>(kind: Compare, a: N, b: N) -> bool {
     let is_true = |x: &N| *x != N::default();
@@ -108,80 +83,12 @@ fn holds<N: PartialOrd + Default>(kind: Compare, a: N, b: N) -> bool {
     }
 }
 
-fn compare(kind: Compare, inputs: &Inputs<'_>) -> Result<Tensor> {
-    let [a, b] = broadcast_tensors(&inputs.tensor(0)?.detach(), &inputs.tensor(1)?.detach())?;
-    Ok(dispatch!("compare", a.dtype(), T => {
-        Tensor::written(a.device(), a.shape(), a.format(), |out: &mut [T]| {
-            let (a, b) = (a.data::<T>()?, b.data::<T>()?);
-            out.iter_mut().zip(a.iter().zip(b)).for_each(|(out, (&a, &b))| {
-                *out = if holds(kind, a, b) { 1.0 } else { 0.0 };
-            });
-            Ok(())
-        })?
-    }))
-}
-
 /// Elements of one operand where a condition holds, of the other elsewhere.
 fn select(inputs: &Inputs<'_>) -> Result<Tensor> {
     let shapes = [inputs.shape(0)?, inputs.shape(1)?, inputs.shape(2)?];
-    let [condition, a, b] = [inputs.tensor(0)?.detach(), inputs.tensor(1)?, inputs.tensor(2)?];
-    let [a, _] = broadcast_tensors(&a, &b)?;
-    let [a, condition] = broadcast_tensors(&a, &condition)?;
-    let [b, _] = broadcast_tensors(&b, &a)?;
-    match apply(Select, &[&condition, &a, &b]) {
+    match ops::choose(&inputs.tensor(0)?, &inputs.tensor(1)?, &inputs.tensor(2)?) {
         Err(Error::DType { .. }) => refuse(format!("its operands {shapes:?} differ in type")),
         result => Ok(result?),
-    }
-}
-
-struct Select;
-
-impl Select {
-    /// Elements where the condition holds, or where it does not, from each of two tensors; 0 where there is none.
-    fn choose(
-        condition: &Tensor,
-        yes: Option<&Tensor>,
-        no: Option<&Tensor>,
-    ) -> convoke_autograd::Result<Tensor> {
-        dispatch!("where", condition.dtype(), T => {
-            Tensor::written(condition.device(), condition.shape(), condition.format(), |out: &mut [T]| {
-                let yes = yes.map(Tensor::data::<T>).transpose()?;
-                let no = no.map(Tensor::data::<T>).transpose()?;
-                let at = |side: Option<&[T]>, index: usize| side.map_or(0.0, |side| side[index]);
-                for (index, (out, &holds)) in out.iter_mut().zip(condition.data::<T>()?).enumerate() {
-                    *out = at(if holds == 0.0 { no } else { yes }, index);
-                }
-                Ok(())
-            })
-        })
-    }
-}
-
-impl Function for Select {
-    type Saved = Tensor;
-
-    fn name(&self) -> &'static str {
-        "where"
-    }
-
-    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> convoke_autograd::Result<(Tensor, Tensor)> {
-        Ok((Select::choose(inputs[0], Some(inputs[1]), Some(inputs[2]))?, inputs[0].clone()))
-    }
-
-    fn backward(
-        &self,
-        condition: Tensor,
-        upstream: Tensor,
-        needs: &Needs,
-    ) -> convoke_autograd::Result<Vec<Option<Tensor>>> {
-        let upstream = match upstream.shape().len() {
-            0..3 => upstream,
-            _ => upstream.to_format(MemoryFormat::Contiguous)?,
-        };
-        let of = |input: usize, yes: Option<&Tensor>, no: Option<&Tensor>| {
-            needs.input(input).then(|| Select::choose(&condition, yes, no)).transpose()
-        };
-        Ok(vec![None, of(1, Some(&upstream), None)?, of(2, None, Some(&upstream))?])
     }
 }
 

@@ -241,9 +241,13 @@ fn cast(x: &Array, kind: Kind) -> Answer<Array> {
 
 /// Floating-point numbers stay in the type of the model.
 fn cast_tensor(inputs: &Inputs<'_>, kind: Kind) -> Result<Tensor> {
-    match kind.is_float() {
-        true => inputs.tensor(0),
-        false => refuse("values of tensors cannot be converted to whole numbers or truth values"),
+    match kind {
+        Kind::F32 | Kind::F64 => inputs.tensor(0),
+        Kind::Bool => {
+            let x = inputs.tensor(0)?;
+            Ok(x.compare(Compare::Or, &x)?)
+        }
+        Kind::I64 => refuse("values of tensors cannot be converted to whole numbers"),
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 
 use convoke_autograd::ops::{Activation, Pointwise};
-use convoke_autograd::{Call, DType, Operation, Result, Source, Tensor};
+use convoke_autograd::{Call, Compare, DType, Operation, Result, Source, Tensor};
 
 use super::super::builder::fresh;
 use super::super::rewrite::to_array;
@@ -196,6 +196,17 @@ impl<'a> Translation<'a> {
             Operation::Pointwise(function) => Ok(self.node(step, function_of(*function).1, all())),
             Operation::PRelu => self.prelu(step),
             Operation::Arithmetic(kind) => Ok(self.node(step, Op::Arithmetic(*kind), all())),
+            Operation::Compare(kind) => {
+                let logical = matches!(kind, Compare::And | Compare::Or | Compare::Xor);
+                let inputs = if logical { all().into_iter().map(|x| self.truth(x)).collect() } else { all() };
+                let holds = self.node(step, Op::Compare(*kind), inputs);
+                let kind = if step.dtype() == DType::F64 { Kind::F64 } else { Kind::F32 };
+                Ok(self.named("number", Op::Cast(kind), vec![holds]))
+            }
+            Operation::Choose => {
+                let condition = self.truth(x());
+                Ok(self.node(step, Op::Where, [&[condition], &step.inputs[1..]].concat()))
+            }
             Operation::Scale(factor) => {
                 let factor = self.number(step, *factor);
                 Ok(self.node(step, Op::Arithmetic(Arithmetic::Mul), vec![x(), factor]))
@@ -269,6 +280,11 @@ impl<'a> Translation<'a> {
                 self.named(name, op, vec![x])
             }
         }
+    }
+
+    /// Truth values, as ONNX has them, of numbers.
+    fn truth(&mut self, x: String) -> String {
+        self.named("truth", Op::Cast(Kind::Bool), vec![x])
     }
 
     fn prelu(&mut self, step: &Step<'_>) -> Result<String> {

@@ -1,10 +1,10 @@
 //! Cases of arithmetic with broadcasting, sums over axes, products of matrices, and changes of shape.
 
 use convoke_autograd::ops::{
-    DepthOrder, GemmOptions, PadMode, Slice, cat, channel_shuffle, depth_to_space, gemm, space_to_depth,
-    stack,
+    DepthOrder, GemmOptions, PadMode, Slice, cat, channel_shuffle, choose, depth_to_space, gemm,
+    space_to_depth, stack,
 };
-use convoke_autograd::{Result, Tensor};
+use convoke_autograd::{Compare, Result, Tensor};
 
 use super::{Draw, FORMATS, is_away_from_zero, laid_out, tensor};
 
@@ -90,6 +90,16 @@ pub(super) fn comparison_cases(draw: &mut Draw, function: Binary) {
         );
         draw.add(format!("{a:?} and {b:?}"), inputs, move |inputs| function(&inputs[0], &inputs[1]));
     }
+}
+
+/// a where b is larger, plus b where either is not 0: a comparison is a constant.
+pub(super) fn compared(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    a.mul(&a.compare(Compare::Less, b)?)?.add(&b.mul(&a.compare(Compare::Or, b)?)?)
+}
+
+/// -b where b is larger, else a.
+pub(super) fn chosen(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    choose(&a.compare(Compare::Less, b)?, &b.scale(-1.0)?, a)
 }
 
 pub(super) fn number_cases(draw: &mut Draw, function: fn(&Tensor, f64) -> Result<Tensor>, numbers: &[f64]) {
