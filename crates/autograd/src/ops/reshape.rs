@@ -25,35 +25,6 @@ impl Tensor {
         self.reshape(&[*batch, rest.iter().product()])
     }
 
-    /// As [`Tensor::reshape`], with ONNX's special sizes: 0 keeps the size of the same axis, and one -1 is what remains.
-    ///
-    /// # Errors
-    /// If a size is otherwise negative, or the lengths differ.
-    pub fn reshape_onnx(&self, sizes: &[isize]) -> Result<Tensor> {
-        let refused = || {
-            let reason = format!("the sizes {sizes:?} do not fit a tensor of shape {:?}", self.shape());
-            invalid("reshape", reason)
-        };
-        let mut shape = Vec::with_capacity(sizes.len());
-        for (axis, &size) in sizes.iter().enumerate() {
-            shape.push(match size {
-                0 => *self.shape().get(axis).ok_or_else(refused)?,
-                // Found below.
-                -1 => 1,
-                size => usize::try_from(size).map_err(|_| refused())?,
-            });
-        }
-        let mut unknown = (0..sizes.len()).filter(|&axis| sizes[axis] == -1);
-        if let Some(axis) = unknown.next() {
-            let known = checked_len("reshape", &shape)?;
-            if unknown.next().is_some() || known == 0 || !self.len().is_multiple_of(known) {
-                return Err(refused());
-            }
-            shape[axis] = self.len() / known;
-        }
-        self.reshape(&shape)
-    }
-
     /// Joins the axes from `first` to `last`, which count from the last if negative: PyTorch's `flatten` with `start_dim` and
     /// `end_dim`.
     ///

@@ -2,10 +2,8 @@
 
 mod batch_norm;
 mod checkpointed;
-mod conv1d;
-mod conv2d;
 mod conv_bn2d;
-mod conv_transpose2d;
+mod convolution;
 mod dropout;
 mod lazy_batch_norm;
 mod linear;
@@ -21,14 +19,12 @@ pub(crate) use batch_norm::{NormParts, push_affine};
 pub use checkpointed::{Checkpointed, checkpoint};
 pub use conv_bn2d::{ConvBn2d, ConvBnMode, FusedBlock};
 pub(crate) use conv_bn2d::{ConvLayer, Layers, fold};
-pub use conv_transpose2d::ConvTranspose2d;
-pub use conv1d::Conv1d;
-pub use conv2d::Conv2d;
 pub use convoke_autograd::ops::Keep;
 pub use convoke_autograd::ops::{
     Activation, Conv1dOptions, ConvOptions, ConvTransposeOptions, Convention, Coordinates, GroupNormOptions,
     LocalResponse, Padding, Pool1dOptions, PoolOptions, ResizeMode, ResizeOptions, ResizeTo, Rounding,
 };
+pub use convolution::{Conv1d, Conv2d, ConvTranspose2d};
 pub use dropout::{Dropout, StochasticDepth};
 pub use lazy_batch_norm::{LazyBatchNorm, LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d};
 pub use linear::Linear;

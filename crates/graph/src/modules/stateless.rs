@@ -62,71 +62,33 @@ impl Resize {
 #[derive(Module, Debug, Clone, Copy, Default)]
 pub struct GlobalAvgPool2d;
 
-impl Forward for Relu {
-    fn forward(&self, input: &Tensor) -> Result<Tensor> {
-        input.relu()
-    }
+/// What the layers compute.
+macro_rules! forward {
+    ($($name:ident: |$layer:pat_param, $input:ident| $output:expr;)*) => {$(
+        impl Forward for $name {
+            fn forward(&self, $input: &Tensor) -> Result<Tensor> {
+                let $layer = self;
+                $output
+            }
+        }
+    )*};
 }
 
-impl Forward for Flatten {
-    fn forward(&self, input: &Tensor) -> Result<Tensor> {
-        input.flatten()
-    }
-}
-
-impl Forward for LogSoftmax {
-    fn forward(&self, input: &Tensor) -> Result<Tensor> {
-        ops::log_softmax(input)
-    }
-}
-
-impl Forward for MaxPool2d {
-    fn forward(&self, input: &Tensor) -> Result<Tensor> {
-        ops::max_pool2d(input, &self.0)
-    }
-}
-
-impl Forward for AvgPool2d {
-    fn forward(&self, input: &Tensor) -> Result<Tensor> {
-        ops::avg_pool2d(input, &self.0)
-    }
-}
-
-impl Forward for GlobalAvgPool2d {
-    fn forward(&self, input: &Tensor) -> Result<Tensor> {
+forward! {
+    Relu: |_, input| input.relu();
+    Flatten: |_, input| input.flatten();
+    LogSoftmax: |_, input| ops::log_softmax(input);
+    MaxPool2d: |MaxPool2d(options), input| ops::max_pool2d(input, options);
+    AvgPool2d: |AvgPool2d(options), input| ops::avg_pool2d(input, options);
+    MaxPool1d: |MaxPool1d(options), input| ops::max_pool1d(input, options);
+    AvgPool1d: |AvgPool1d(options), input| ops::avg_pool1d(input, options);
+    AdaptiveAvgPool2d: |AdaptiveAvgPool2d(size), input| ops::adaptive_avg_pool2d(input, *size);
+    AdaptiveMaxPool2d: |AdaptiveMaxPool2d(size), input| ops::adaptive_max_pool2d(input, *size);
+    Resize: |Resize(options), input| ops::resize2d(input, options);
+    GlobalAvgPool2d: |_, input| {
         // By the kernel of average pooling, whose bits earlier results have. The operation refuses an input with another number of
         // dimensions.
         let window = if let &[_, _, height, width] = input.shape() { [height, width] } else { [1; 2] };
         ops::avg_pool2d(input, &PoolOptions { kernel: window, stride: window, ..PoolOptions::new(1) })
-    }
-}
-
-impl Forward for MaxPool1d {
-    fn forward(&self, input: &Tensor) -> Result<Tensor> {
-        ops::max_pool1d(input, &self.0)
-    }
-}
-
-impl Forward for AvgPool1d {
-    fn forward(&self, input: &Tensor) -> Result<Tensor> {
-        ops::avg_pool1d(input, &self.0)
-    }
-}
-
-impl Forward for AdaptiveAvgPool2d {
-    fn forward(&self, input: &Tensor) -> Result<Tensor> {
-        ops::adaptive_avg_pool2d(input, self.0)
-    }
-}
-
-impl Forward for AdaptiveMaxPool2d {
-    fn forward(&self, input: &Tensor) -> Result<Tensor> {
-        ops::adaptive_max_pool2d(input, self.0)
-    }
-}
-
-impl Forward for Resize {
-    fn forward(&self, input: &Tensor) -> Result<Tensor> {
-        ops::resize2d(input, &self.0)
-    }
+    };
 }

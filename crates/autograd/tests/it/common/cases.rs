@@ -130,11 +130,11 @@ pub(crate) const OPERATIONS: [Operation; 73] = [
     operation("prod", "reduce", |draw| shapes::reduce_cases(draw, shapes::near_one, Tensor::prod)),
     operation("amax", "reduce", |draw| shapes::reduce_cases(draw, Draw::distinct, Tensor::amax)),
     operation("amin", "reduce", |draw| shapes::reduce_cases(draw, Draw::distinct, Tensor::amin)),
-    operation("reshape_onnx", "reshape", shapes::reshape_onnx_cases),
+    operation("flatten_dims", "reshape", shapes::joined_cases),
 ];
 
 /// Methods that are another operation by another name, and so share its cases.
-pub(crate) const ALIASES: [(&str, &str); 21] = [
+pub(crate) const ALIASES: [(&str, &str); 20] = [
     ("flatten", "reshape"),
     ("sigmoid", "pointwise"),
     ("tanh", "pointwise"),
@@ -153,9 +153,8 @@ pub(crate) const ALIASES: [(&str, &str); 21] = [
     ("neg", "pointwise"),
     ("reciprocal", "pointwise"),
     ("erf", "pointwise"),
-    ("flatten_dims", "reshape_onnx"),
-    ("squeeze", "reshape_onnx"),
-    ("unsqueeze", "reshape_onnx"),
+    ("squeeze", "flatten_dims"),
+    ("unsqueeze", "flatten_dims"),
 ];
 
 impl Operation {

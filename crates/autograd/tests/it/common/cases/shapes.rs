@@ -399,13 +399,9 @@ pub(super) fn gemm_cases(draw: &mut Draw) {
     }
 }
 
-pub(super) fn reshape_onnx_cases(draw: &mut Draw) {
+/// Squeezing and its relatives.
+pub(super) fn joined_cases(draw: &mut Draw) {
     let shape = if draw.is_large() { [4, 8, 30, 20] } else { [2, 3, 4, 2] };
-    for sizes in [&[0, -1][..], &[-1], &[0, 0, 0, 0], &[0, 0, -1], &[-1, 2, 0]] {
-        let sizes = sizes.to_vec();
-        let x = draw.normal(&shape);
-        draw.add(format!("{sizes:?}"), vec![x], move |inputs| inputs[0].reshape_onnx(&sizes));
-    }
     let x = draw.normal(&shape);
     draw.add("flatten_dims", vec![x], |inputs| inputs[0].flatten_dims(1, -2));
     let x = draw.normal(&[2, 3, 1, 1]);
