@@ -2,7 +2,8 @@
 
     python tools/peers/pytorch_steps.py MODEL BATCH HOW THREADS WARM_UP STEPS
 
-HOW is default, channels-last, kept, compiled, compiled-SHARE (with this share as the activation memory budget) or checkpointed.
+HOW is default, channels-last, kept, compiled, compiled-SHARE (with this share as the activation memory budget), checkpointed, or bf16 or
+bf16-compiled: forward under autocast to bf16, as PyTorch's documentation says.
 """
 
 import json
@@ -30,6 +31,7 @@ def main():
     images = torch.randn(int(batch), *shape).to(memory_format=layout)
     labels = torch.randint(classes, (int(batch), *(shape[1:] if pixels else ())))
     forward = model
+    how, bf16 = how.removeprefix("bf16-"), how.startswith("bf16")
     if how.startswith("compiled"):
         if share := how.partition("-")[2]:
             torch._functorch.config.activation_memory_budget = float(share)
@@ -42,7 +44,8 @@ def main():
     for _ in range(int(warm_up) + int(steps)):
         start = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
-        loss = F.nll_loss(forward(images), labels)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = F.nll_loss(forward(images), labels)
         loss.backward()
         optimizer.step()
         loss.item()

@@ -12,10 +12,11 @@ own: it does some steps on noise that it holds in memory, of which the median co
     compiled        the last, through torch.compile
     compiled-0.5    the last, with torch._functorch.config.activation_memory_budget = 0.5; likewise 0.2
     checkpointed    kept, with torch.utils.checkpoint around each block
+    bf16            kept, forward under autocast to bf16; bf16-compiled: through torch.compile, too
 
 and convoke its separate layers, its fused blocks, and these within --budget bytes (mnist-cnn: 650MB). JAX runs once a model, with
 --peer other programs. Convoke's time includes making batches from bytes; the images of the others are ready. Ratios are a
-contender's time / that of the best of all peers: below 1 is faster. "first" is the first step of the first process, with
+contender's time / that of the best peer in f32, and of the best of all peers: below 1 is faster. "first" is the first step of the first process, with
 compilation; for convoke with nothing measured before. "memory" is the most that the process had resident.
 
 Needs Python 3.9 with torch, jax (or --skip jax) and a C++ compiler for torch.compile, and `cargo build --release`.
@@ -35,7 +36,7 @@ from convolutions import KEEP_MEMORY, run_convoke, run_json
 
 BATCHES = {"mnist-cnn": 2048, "resnet20": 128, "resnet50": 16, "segnet": 16}
 BUDGETS = {"mnist-cnn": "650MB"}
-PYTORCH = ["default", "channels-last", "kept", "compiled", "compiled-0.5", "compiled-0.2", "checkpointed"]
+PYTORCH = ["default", "channels-last", "kept", "compiled", "compiled-0.5", "compiled-0.2", "checkpointed", "bf16", "bf16-compiled"]
 WARM_UP = 2
 
 
@@ -136,16 +137,18 @@ def convoke(model, batch, flags, args, steps=None):
 
 def table(result, markdown):
     rows = result["contenders"]
-    best = min(row["seconds"] for name, row in rows.items() if not name.startswith("convoke"))
+    peers = {name: row["seconds"] for name, row in rows.items() if not name.startswith("convoke")}
+    best = min(peers.values())
+    best_f32 = min(seconds for name, seconds in peers.items() if "bf16" not in name)
     title = f"{result['model']}, batch {result['batch']}, {result['threads']} threads; {result['machine']}"
-    header = ["", "step", "/ best peer", "first step", "memory"]
+    header = ["", "step", "/ best f32", "/ best peer", "first step", "memory"]
     cells = [
-        [name, f"{row['seconds'] * 1e3:.0f} ms", f"{row['seconds'] / best:.2f}"]
+        [name, f"{row['seconds'] * 1e3:.0f} ms", f"{row['seconds'] / best_f32:.2f}", f"{row['seconds'] / best:.2f}"]
         + [f"{row['first']:.1f} s" if row["first"] else "", f"{row['bytes'] / 1e9:.2f} GB"]
         for name, row in rows.items()
     ]
     if markdown:
-        lines = ["| " + " | ".join(cells) + " |" for cells in [header, ["---"] + ["---:"] * 4, *cells]]
+        lines = ["| " + " | ".join(cells) + " |" for cells in [header, ["---"] + ["---:"] * 5, *cells]]
         return f"{title}\n\n" + "\n".join(lines) + "\n"
     widths = [max(len(row[column]) for row in [header, *cells]) for column in range(len(header))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in [header, *cells]]
@@ -158,8 +161,11 @@ def machine():
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     flags = next((line.split() for line in lines if line.startswith("flags")), [])
-    vectors = "AVX-512" if "avx512f" in flags else "AVX2" if "avx2" in flags else platform.machine()
-    return f"{names[0] if names else platform.processor()}, {vectors}, {time.strftime('%Y-%m-%d')}"
+    known = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX-BF16"}
+    vectors = [known[flag] for flag in known if flag in flags]
+    if "avx512f" in flags:
+        vectors.remove("AVX2")
+    return ", ".join([names[0] if names else platform.processor(), *(vectors or [platform.machine()]), time.strftime("%Y-%m-%d")])
 
 
 if __name__ == "__main__":
