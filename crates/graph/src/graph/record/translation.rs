@@ -200,8 +200,7 @@ impl<'a> Translation<'a> {
                 let logical = matches!(kind, Compare::And | Compare::Or | Compare::Xor);
                 let inputs = if logical { all().into_iter().map(|x| self.truth(x)).collect() } else { all() };
                 let holds = self.node(step, Op::Compare(*kind), inputs);
-                let kind = if step.dtype() == DType::F64 { Kind::F64 } else { Kind::F32 };
-                Ok(self.named("number", Op::Cast(kind), vec![holds]))
+                Ok(self.named("number", Op::CastLike, vec![holds, x()]))
             }
             Operation::Choose => {
                 let condition = self.truth(x());
