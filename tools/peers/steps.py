@@ -16,8 +16,8 @@ own: it does some steps on noise that it holds in memory, of which the median co
 
 and convoke its separate layers, its fused blocks, and these within --budget bytes (mnist-cnn: 650MB). JAX runs once a model, with
 --peer other programs. Convoke's time includes making batches from bytes; the images of the others are ready. Ratios are a
-contender's time / that of the best peer in f32, and of the best of all peers: below 1 is faster. "first" is the first step of the first process, with
-compilation; for convoke with nothing measured before. "memory" is the most that the process had resident.
+contender's time / that of the best peer in f32, and of the best of all peers: below 1 is faster. "first" is the first step of the
+first process, with compilation; for convoke with nothing measured before. "memory" is the most that the process had resident.
 
 Needs Python 3.9 with torch, jax (or --skip jax) and a C++ compiler for torch.compile, and `cargo build --release`.
 """

@@ -171,6 +171,13 @@ pub enum Compare {
     Xor,
 }
 
+impl Compare {
+    /// Whether the operands are truth values, not numbers.
+    pub fn is_logical(self) -> bool {
+        matches!(self, Compare::And | Compare::Or | Compare::Xor)
+    }
+}
+
 /// What a reduction computes, with ONNX's names. The last five consist of others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs)]

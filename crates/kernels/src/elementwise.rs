@@ -9,7 +9,7 @@ use crate::profile::span;
 use crate::{Cpu, Element, Result};
 
 /// Elements of one task of an element-wise kernel.
-pub(crate) const CHUNK: usize = 1 << 14;
+const CHUNK: usize = 1 << 14;
 
 pub(crate) fn chunks<T>(data: &[T]) -> std::slice::Chunks<'_, T> {
     data.chunks(CHUNK)

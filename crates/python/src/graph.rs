@@ -371,5 +371,5 @@ impl Tape {
 
 /// Takes the gradient of a leaf out.
 fn exported(found: &mut Gradients, leaf: Option<&Tensor>) -> Result<Option<Exported>, Error> {
-    leaf.and_then(|leaf| found.take(leaf)).map(|gradient| gradient.export()).transpose()
+    leaf.and_then(|leaf| found.take(leaf)).map(Tensor::export).transpose()
 }

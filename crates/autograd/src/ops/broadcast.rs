@@ -125,8 +125,9 @@ pub(super) fn broadcast_operands(
     operation: &'static str,
     operands: &[&Tensor],
 ) -> Result<(Vec<usize>, MemoryFormat)> {
-    let all = operands.iter().map(|operand| Ok(operand.shape().to_vec()));
-    let shape = all.reduce(|a, b| broadcast_shape(operation, &a?, &b?)).expect("there are operands")?;
+    let shape = operands
+        .iter()
+        .try_fold(Vec::new(), |shape, operand| broadcast_shape(operation, &shape, operand.shape()))?;
     let whole = operands.iter().filter(|operand| operand.shape().len() == shape.len());
     let whole = whole.reduce(|first, other| if other.len() > first.len() { other } else { first });
     let format = whole.map_or(MemoryFormat::Contiguous, |whole| whole.format());

@@ -23,7 +23,8 @@ macro_rules! layers {
         }
 
         impl $name {
-            /// A layer from and to so many channels, with a kernel of this size: its height and width, or its length.
+            /// A layer from `channels[0]` to `channels[1]` channels. `kernel` is the height and width of the kernel; of a
+            /// `Conv1d`, its length.
             ///
             /// # Errors
             /// A size of 0, or groups that do not divide the channels.

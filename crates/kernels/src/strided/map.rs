@@ -1,7 +1,6 @@
 //! Functions of one to three elements, and the walk that writes them.
 
 use super::{BLOCK, Cut, Gathered, OPERANDS, TASK, Walk, gathered};
-use crate::elementwise::{CHUNK, chunks_mut};
 use crate::isa::multiversion;
 use crate::profile::span;
 use crate::{Cpu, Element, Result, SliceMut, dispatch};
@@ -214,8 +213,8 @@ impl Walk<'_> {
     fn typed_map<T: Element>(&self, cpu: &Cpu, function: Map, y: &mut [T]) -> Result<()> {
         let operands = self.typed_operands::<T>()?;
         if self.is_one_run() {
-            cpu.for_each(self.len, chunks_mut(y).enumerate(), |(index, y)| {
-                let start = index * CHUNK;
+            cpu.for_each(self.len, y.chunks_mut(TASK).enumerate(), |(index, y)| {
+                let start = index * TASK;
                 function.write(cpu, operands.map(|operand| &operand[start..start + y.len()]), y);
             });
             return Ok(());

@@ -99,7 +99,7 @@ fn compare_known(kind: Compare, arrays: &[&Array]) -> Answer<Array> {
         built(&shape, std::iter::repeat_with(|| Ok(holds::<N>(kind, a.step(), b.step()))))
     }
     let [a, b] = arrays else { return Err(format!("there are {} inputs instead of 2", arrays.len())) };
-    let logical = matches!(kind, Compare::And | Compare::Or | Compare::Xor);
+    let logical = kind.is_logical();
     let operands = Broadcast::new(arrays)?;
     match common_kind(arrays)? {
         Kind::Bool if !logical && kind != Compare::Equal => Err(not_numbers(a)),

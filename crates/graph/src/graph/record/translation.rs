@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 
 use convoke_autograd::ops::{Activation, Pointwise};
-use convoke_autograd::{Call, Compare, DType, Operation, Result, Source, Tensor};
+use convoke_autograd::{Call, DType, Operation, Result, Source, Tensor};
 
 use super::super::builder::fresh;
 use super::super::rewrite::to_array;
@@ -197,8 +197,11 @@ impl<'a> Translation<'a> {
             Operation::PRelu => self.prelu(step),
             Operation::Arithmetic(kind) => Ok(self.node(step, Op::Arithmetic(*kind), all())),
             Operation::Compare(kind) => {
-                let logical = matches!(kind, Compare::And | Compare::Or | Compare::Xor);
-                let inputs = if logical { all().into_iter().map(|x| self.truth(x)).collect() } else { all() };
+                let inputs = if kind.is_logical() {
+                    all().into_iter().map(|x| self.truth(x)).collect()
+                } else {
+                    all()
+                };
                 let holds = self.node(step, Op::Compare(*kind), inputs);
                 Ok(self.named("number", Op::CastLike, vec![holds, x()]))
             }
