@@ -64,7 +64,7 @@ impl ConvAlgorithm for WholeImage {
         if problem.format != MemoryFormat::Contiguous {
             return needs("contiguous tensors");
         }
-        let kernel = kernel_of(problem, Multiplication { problem: *problem, pass });
+        let kernel = kernel_of(problem, Multiplication { problem: *problem, pass })?;
         // The plan needs no workspace. The estimate decides which algorithm is timed first, and which is chosen when nothing may be
         // timed.
         Ok(ConvPlan::new(self, (problem, pass), cpu, 0, kernel).with_cost(Cost::direct(problem, 0.8)))
@@ -107,7 +107,7 @@ impl ConvAlgorithm for Zeros {
     }
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
-        Ok(ConvPlan::new(self, (problem, pass), cpu, 0, kernel_of(problem, Zeros)))
+        Ok(ConvPlan::new(self, (problem, pass), cpu, 0, kernel_of(problem, Zeros)?))
     }
 }
 

@@ -6,7 +6,7 @@ use crate::isa::multiversion;
 use crate::pointwise::formulas::Formula;
 use crate::pointwise::{Pointwise, Saves};
 use crate::profile::span;
-use crate::{Cpu, DType, Element, Result, Slice, SliceMut, dispatch};
+use crate::{Cpu, DType, Element, Result, Slice, SliceMut, Stored, dispatch_stored};
 
 /// Defines [`Activation`] and what tells its variants apart. Each is a variant of [`Pointwise`] and a type in
 /// `pointwise/formulas.rs`, of the same name and with the same fields, whose backward takes the input of the function as well as what
@@ -121,11 +121,15 @@ pub fn add_activated_in_place(
     span!("add with activation", residual, z, z);
     let operation = "add with activation";
     check_len(operation, "z", z.len(), residual.len())?;
-    activation.check(z.dtype())?;
-    dispatch!(operation, z.dtype(), T => {
-        let items = chunks(residual.of::<T>()?).zip(chunks_mut(z.of::<T>()?));
+    activation.check(z.dtype().computed_in())?;
+    dispatch_stored!(z.dtype(), S => {
+        let items = chunks(residual.of::<S>()?).zip(chunks_mut(z.of::<S>()?));
         cpu.for_each(residual.len(), items, |(residual, z)| {
-            with_activation!(activation, formula => add_activated_chunk(cpu, residual, formula, z));
+            with_activation!(activation, formula => {
+                S::update_pieces((cpu, 1), [residual], z, |_, [residual], z| {
+                    add_activated_chunk(cpu, residual, formula, z);
+                });
+            });
         });
     });
     Ok(())

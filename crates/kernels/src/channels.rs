@@ -1,7 +1,7 @@
 //! Loops over a tensor channel by channel, in either memory format, and sums in lanes.
 
 use crate::memory_format::Extent;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, Stored};
 
 /// How elements and channels relate in memory.
 #[derive(Clone, Copy)]
@@ -69,7 +69,7 @@ impl Units {
     }
 
     /// Runs `task` on every block of `out`.
-    pub(crate) fn each<T: Element>(
+    pub(crate) fn each<T: Stored>(
         &self,
         cpu: &Cpu,
         out: &mut [T],

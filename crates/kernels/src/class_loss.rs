@@ -96,7 +96,7 @@ kernels! {
     ///
     /// # Errors
     /// If a length is not the extent's, a target is not a class, or smoothing is not 0 to 1.
-    pub fn class_loss<T>(
+    pub fn class_loss<T: Element>(
         extent: &Extent, targets: &[i64], options: &ClassLoss<'_>;
         log_probabilities: &[T];
     ) -> Result<(f64, f64)> {
@@ -116,7 +116,7 @@ kernels! {
     ///
     /// # Errors
     /// As [`class_loss`].
-    pub fn class_loss_backward<T>(
+    pub fn class_loss_backward<T: Element>(
         extent: &Extent, targets: &[i64], options: &ClassLoss<'_>, factor: f64;
         ;
         dx: &mut [T]

@@ -7,11 +7,11 @@ use crate::profile::span;
 use crate::{Cpu, DType, Result, Slice, SliceMut, Stored, dispatch_stored};
 
 multiversion! {
-    fn widen<A: Stored>(from: &[A], to: &mut [f32]) {
+    pub(crate) fn widen<A: Stored>(from: &[A], to: &mut [f32]) {
         A::widen(from, to);
     }
 
-    fn narrow<B: Stored>(from: &[f32], to: &mut [B]) {
+    pub(crate) fn narrow<B: Stored>(from: &[f32], to: &mut [B]) {
         B::narrow(from, to);
     }
 

@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::conv::Unit;
 use crate::team::Team;
 use crate::{Error, Isa, Result};
 
@@ -92,6 +93,12 @@ impl Cpu {
     /// The instruction set that kernels use.
     pub fn isa(&self) -> Isa {
         self.isa
+    }
+
+    /// The names of its units that multiply numbers of type bf16. Where there is none, bf16 is only a way to store numbers: kernels compute
+    /// in f32.
+    pub fn bf16_units(&self) -> Vec<&'static str> {
+        Unit::ALL.into_iter().filter(|unit| unit.is_in(self)).map(Unit::name).collect()
     }
 
     /// The same instruction set on the calling thread only: for work inside a task of [`Cpu::for_each`].

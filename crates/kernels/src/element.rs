@@ -8,6 +8,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::vector_math::{VectorMath, exp_of_sum};
+use crate::{Cpu, widened};
 
 /// The type of a tensor's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -16,9 +17,9 @@ pub enum DType {
     F32,
     /// IEEE 754 double precision: for oracles and gradient checks.
     F64,
-    /// IEEE 754 half precision: 11 binary digits, up to 65504. For storage only.
+    /// IEEE 754 half precision: 11 binary digits, up to 65504. Kernels compute in f32.
     F16,
-    /// The upper half of an f32: 8 binary digits, the range of f32. For storage only.
+    /// The upper half of an f32: 8 binary digits, the range of f32. Kernels compute in f32.
     BF16,
 }
 
@@ -35,6 +36,16 @@ impl DType {
         }
     }
 
+    /// Binary digits of a number, the leading one included.
+    pub fn digits(self) -> i32 {
+        match self {
+            DType::F32 => 24,
+            DType::F64 => 53,
+            DType::F16 => 11,
+            DType::BF16 => 8,
+        }
+    }
+
     /// The nearest value of this type, ties to even.
     pub fn nearest(self, value: f64) -> f64 {
         crate::dispatch_stored!(self, T => <T as Stored>::of(value).f64())
@@ -42,10 +53,7 @@ impl DType {
 
     /// The type in which kernels compute with numbers that are stored in this type.
     pub fn computed_in(self) -> DType {
-        match self {
-            DType::F32 | DType::F16 | DType::BF16 => DType::F32,
-            DType::F64 => DType::F64,
-        }
+        crate::dispatch_stored!(self, T => <T as Stored>::Compute::DTYPE)
     }
 
     /// Whether kernels compute in this type, that is, whether it implements [`Element`]. The others are only stored and
@@ -144,6 +152,9 @@ pub trait Stored: sealed::Sealed + bytemuck::Pod + Default + Debug + Display + S
     /// The type as a value.
     const DTYPE: DType;
 
+    /// The type in which kernels compute with numbers of this type.
+    type Compute: Element;
+
     /// Whether plain loops over this type are compiled for AVX-512, too. f64 serves oracles and gradient checks, for which AVX2
     /// is fast enough, and each copy of all loops takes time to build.
     #[doc(hidden)]
@@ -154,6 +165,52 @@ pub trait Stored: sealed::Sealed + bytemuck::Pod + Default + Debug + Display + S
 
     /// The value as an `f64`; exact.
     fn f64(self) -> f64;
+
+    /// The value in the type that kernels compute in; exact.
+    fn wide(self) -> Self::Compute;
+
+    /// Runs `body` on the numbers of the inputs and of the output, as those that kernels compute with; where they must be converted, piece
+    /// by piece, each of whole units of so many elements. `body` gets the piece's first element, and writes all of its output without
+    /// reading it.
+    #[doc(hidden)]
+    fn write_pieces<const N: usize>(
+        on: (&Cpu, usize),
+        inputs: [&[Self]; N],
+        output: &mut [Self],
+        body: impl FnMut(usize, [&[Self::Compute]; N], &mut [Self::Compute]),
+    );
+
+    /// As [`Stored::write_pieces`], but `body` reads the output, too.
+    #[doc(hidden)]
+    fn update_pieces<const N: usize>(
+        on: (&Cpu, usize),
+        inputs: [&[Self]; N],
+        output: &mut [Self],
+        body: impl FnMut(usize, [&[Self::Compute]; N], &mut [Self::Compute]),
+    );
+
+    /// As [`Stored::write_pieces`], without an output.
+    #[doc(hidden)]
+    fn read_pieces<const N: usize>(
+        on: (&Cpu, usize),
+        inputs: [&[Self]; N],
+        body: impl FnMut(usize, [&[Self::Compute]; N]),
+    );
+
+    /// Runs `body` on all numbers of an input and of an output of another length, as those that kernels compute with. `body` writes all of
+    /// the output without reading it.
+    #[doc(hidden)]
+    fn map_pieces(
+        cpu: &Cpu,
+        input: &[Self],
+        output: &mut [Self],
+        mut body: impl FnMut(&[Self::Compute], &mut [Self::Compute]),
+    ) {
+        let (read, written) = (input.len().max(1), output.len().max(1));
+        Self::read_pieces((cpu, read), [input], |_, [input]| {
+            Self::write_pieces((cpu, written), [], output, |_, [], output| body(input, output));
+        });
+    }
 
     /// Converts `from` to f32. Exact, except that f64 values are rounded. Lengths must be equal.
     #[doc(hidden)]
@@ -179,6 +236,8 @@ macro_rules! stored {
                 $f64(self)
             }
 
+            stored!(@computed $type, $dtype);
+
             #[inline(always)]
             fn widen(from: &[$type], to: &mut [f32]) {
                 $widen(from, to);
@@ -188,6 +247,71 @@ macro_rules! stored {
             fn narrow(from: &[f32], to: &mut [$type]) {
                 $narrow(from, to);
             }
+        }
+    };
+    (@computed $type:ty, F32) => { stored!(@itself $type); };
+    (@computed $type:ty, F64) => { stored!(@itself $type); };
+    (@computed $type:ty, $dtype:ident) => {
+        type Compute = f32;
+
+        #[inline(always)]
+        fn wide(self) -> f32 {
+            self.to_f32()
+        }
+
+        fn write_pieces<const N: usize>(
+            on: (&Cpu, usize),
+            inputs: [&[Self]; N],
+            output: &mut [Self],
+            mut body: impl FnMut(usize, [&[f32]; N], &mut [f32]),
+        ) {
+            widened::each(on, inputs, output, false, &mut body);
+        }
+
+        fn update_pieces<const N: usize>(
+            on: (&Cpu, usize),
+            inputs: [&[Self]; N],
+            output: &mut [Self],
+            mut body: impl FnMut(usize, [&[f32]; N], &mut [f32]),
+        ) {
+            widened::each(on, inputs, output, true, &mut body);
+        }
+
+        fn read_pieces<const N: usize>(on: (&Cpu, usize), inputs: [&[Self]; N], mut body: impl FnMut(usize, [&[f32]; N])) {
+            widened::read(on, inputs, &mut body);
+        }
+    };
+    (@itself $type:ty) => {
+        type Compute = $type;
+
+        #[inline(always)]
+        fn wide(self) -> $type {
+            self
+        }
+
+        #[inline(always)]
+        fn write_pieces<const N: usize>(
+            _: (&Cpu, usize),
+            inputs: [&[Self]; N],
+            output: &mut [Self],
+            mut body: impl FnMut(usize, [&[Self]; N], &mut [Self]),
+        ) {
+            body(0, inputs, output);
+        }
+
+        #[inline(always)]
+        fn update_pieces<const N: usize>(
+            _: (&Cpu, usize),
+            inputs: [&[Self]; N],
+            output: &mut [Self],
+            mut body: impl FnMut(usize, [&[Self]; N], &mut [Self]),
+        ) {
+            body(0, inputs, output);
+        }
+
+        #[inline(always)]
+        fn read_pieces<const N: usize>(_: (&Cpu, usize), inputs: [&[Self]; N], mut body: impl FnMut(usize, [&[Self]; N])) {
+            body(0, inputs);
         }
     };
 }
@@ -203,6 +327,15 @@ fn to_odd(value: f64) -> f32 {
     }
     let towards_zero = nearest.to_bits() - u32::from(exact.abs() > value.abs());
     f32::from_bits(towards_zero | 1)
+}
+
+/// As [`bf16::from_f32`], in fewer instructions of vectors: adding half a unit, or one bit less if the upper half is even, carries into the
+/// upper half where that is to be rounded up.
+#[inline(always)]
+fn nearest_bf16(value: f32) -> bf16 {
+    let bits = value.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
+    bf16::from_bits((if value.is_nan() { bits | 0x40_0000 } else { rounded } >> 16) as u16)
 }
 
 /// Writes `convert` of each number of `from` to `to`.
@@ -243,12 +376,12 @@ stored!(
     |value| bf16::from_f32(to_odd(value)),
     bf16::to_f64,
     |from: &[bf16], to: &mut [f32]| map(from, to, bf16::to_f32),
-    |from: &[f32], to: &mut [bf16]| map(from, to, bf16::from_f32)
+    |from: &[f32], to: &mut [bf16]| map(from, to, nearest_bf16)
 );
 
 /// A floating-point type that kernels compute in: `f32` or `f64`.
 pub trait Element:
-    Stored + VectorMath + num_traits::Float + AddAssign + SubAssign + MulAssign + DivAssign + Sum
+    Stored<Compute = Self> + VectorMath + num_traits::Float + AddAssign + SubAssign + MulAssign + DivAssign + Sum
 {
     /// The library's matrix multiplication for this type.
     #[doc(hidden)]

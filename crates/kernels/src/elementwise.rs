@@ -6,7 +6,7 @@ use crate::isa::multiversion;
 use crate::memory_format::Extent;
 use crate::operand::kernels;
 use crate::profile::span;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, Slice, SliceMut, Stored};
 
 /// Elements of one task of an element-wise kernel.
 const CHUNK: usize = 1 << 14;
@@ -54,14 +54,12 @@ multiversion! {
         }
     }
 
-    fn sum_rows<T: Element>(channels: usize, rows: &[T]) -> Vec<f64> {
-        let mut sums = vec![0.0; channels];
-        for row in rows.chunks_exact(channels) {
+    fn add_rows<T: Element>(rows: &[T], sums: &mut [f64]) {
+        for row in rows.chunks_exact(sums.len()) {
             for (sum, x) in sums.iter_mut().zip(row) {
                 *sum += x.f64();
             }
         }
-        sums
     }
 }
 
@@ -70,91 +68,111 @@ kernels! {
     ///
     /// # Errors
     /// If the lengths differ.
-    pub fn add_assign<T>(cpu: &Cpu; x: &[T]; y: &mut [T]) -> Result<()> {
+    pub fn add_assign<S: Stored>(cpu: &Cpu; x: &[S]; y: &mut [S]) -> Result<()> {
         span!("add", x, y, y);
         check_len("add", "y", y.len(), x.len())?;
-        cpu.for_each(x.len(), chunks(x).zip(chunks_mut(y)), |(x, y)| add_assign_chunk(cpu, x, y));
+        cpu.for_each(x.len(), chunks(x).zip(chunks_mut(y)), |(x, y)| {
+            S::update_pieces((cpu, 1), [x], y, |_, [x], y| add_assign_chunk(cpu, x, y));
+        });
         Ok(())
     }
 
     /// x *= factor.
     ///
     /// # Errors
-    /// If the elements are of a type for storage only.
-    pub fn scale_assign<T>(cpu: &Cpu, factor: f64; ; x: &mut [T]) -> Result<()> {
+    /// None: elements of every type can be scaled.
+    pub fn scale_assign<S: Stored>(cpu: &Cpu, factor: f64; ; x: &mut [S]) -> Result<()> {
         span!("scale", x, x);
-        let (len, factor) = (x.len(), T::of(factor));
-        cpu.for_each(len, chunks_mut(x), |x| scale_assign_chunk(cpu, factor, x));
+        let (len, factor) = (x.len(), S::Compute::of(factor));
+        cpu.for_each(len, chunks_mut(x), |x| S::update_pieces((cpu, 1), [], x, |_, [], x| scale_assign_chunk(cpu, factor, x)));
         Ok(())
     }
 
     /// The sum of the squares of all elements, in f64, in an order that depends only on the length.
     ///
     /// # Errors
-    /// If the elements are of a type for storage only.
-    pub fn square_sum<T>(cpu: &Cpu; x: &[T]; ) -> Result<f64> {
+    /// None: elements of every type can be added up.
+    pub fn square_sum<S: Stored>(cpu: &Cpu; x: &[S]; ) -> Result<f64> {
         span!("square sum", x);
         let mut parts = vec![0.0; x.len().div_ceil(CHUNK)];
-        cpu.for_each(x.len(), chunks(x).zip(&mut parts), |(x, part)| *part = square_sum_chunk(cpu, x));
+        cpu.for_each(x.len(), chunks(x).zip(&mut parts), |(x, part)| {
+            S::read_pieces((cpu, 1), [x], |_, [x]| *part += square_sum_chunk(cpu, x));
+        });
         Ok(parts.iter().sum())
     }
 
     /// The sum of all elements, in f64, in an order that depends only on the length.
     ///
     /// # Errors
-    /// If the elements are of a type for storage only.
-    pub fn sum<T>(cpu: &Cpu; x: &[T]; ) -> Result<f64> {
+    /// None: elements of every type can be added up.
+    pub fn sum<S: Stored>(cpu: &Cpu; x: &[S]; ) -> Result<f64> {
         span!("sum", x);
         let mut parts = vec![0.0; x.len().div_ceil(CHUNK)];
-        cpu.for_each(x.len(), chunks(x).zip(&mut parts), |(x, part)| *part = sum_chunk(cpu, x));
+        cpu.for_each(x.len(), chunks(x).zip(&mut parts), |(x, part)| {
+            S::read_pieces((cpu, 1), [x], |_, [x]| *part += sum_chunk(cpu, x));
+        });
         Ok(parts.iter().sum())
     }
 
-    /// Adds `bias[c]` to every element of channel c of `y`.
-    ///
-    /// # Errors
-    /// If a length is not the extent's.
-    pub fn add_bias<T>(cpu: &Cpu, extent: &Extent; bias: &[T]; y: &mut [T]) -> Result<()> {
+    fn add_numbers<S: Stored>(cpu: &Cpu, extent: &Extent, bias: &[f64]; ; y: &mut [S]) -> Result<()> {
         span!("bias", y, y);
         check_len("bias", "the bias", bias.len(), extent.channels)?;
         let units = Units::new("bias", extent, &[("y", y.len())])?;
+        let bias: Vec<S::Compute> = bias.iter().map(|&bias| S::Compute::of(bias)).collect();
         units.each(cpu, y, |block, y| match units.layout {
             Layout::Planes { inner } => {
                 for (index, plane) in y.chunks_mut(inner).enumerate() {
-                    add_to_plane(cpu, bias[(block.first_channel + index) % bias.len()], plane);
+                    let bias = bias[(block.first_channel + index) % bias.len()];
+                    S::update_pieces((cpu, 1), [], plane, |_, [], plane| add_to_plane(cpu, bias, plane));
                 }
             }
-            Layout::Rows => add_to_rows(cpu, bias, y),
+            Layout::Rows => {
+                S::update_pieces((cpu, bias.len()), [], y, |_, [], y| add_to_rows(cpu, &bias, y));
+            }
         });
         Ok(())
     }
 
-    /// The sum of each channel: the gradient of a bias.
-    ///
-    /// # Errors
-    /// If a length is not the extent's.
-    pub fn sum_by_channel<T>(cpu: &Cpu, extent: &Extent; dy: &[T]; sums: &mut [T]) -> Result<()> {
+    fn channel_sums<S: Stored>(cpu: &Cpu, extent: &Extent; dy: &[S]; ) -> Result<Vec<f64>> {
         span!("bias backward", dy);
-        check_len("bias backward", "the gradient", sums.len(), extent.channels)?;
         let units = Units::new("bias backward", extent, &[("dy", dy.len())])?;
-        let totals = units.reduce(cpu, |block| {
+        Ok(units.reduce(cpu, |block| {
             let dy = &dy[block.elements.clone()];
             match units.layout {
                 Layout::Planes { inner } => {
                     let mut sums = vec![0.0; block.channels];
                     for (index, plane) in dy.chunks(inner).enumerate() {
-                        sums[index % extent.channels] += sum_chunk(cpu, plane);
+                        S::read_pieces((cpu, 1), [plane], |_, [plane]| sums[index % extent.channels] += sum_chunk(cpu, plane));
                     }
                     sums
                 }
-                Layout::Rows => sum_rows(cpu, extent.channels, dy),
+                Layout::Rows => {
+                    let mut sums = vec![0.0; extent.channels];
+                    S::read_pieces((cpu, extent.channels), [dy], |_, [dy]| add_rows(cpu, dy, &mut sums));
+                    sums
+                }
             }
-        });
-        for (sum, total) in sums.iter_mut().zip(totals) {
-            *sum = T::of(total);
-        }
-        Ok(())
+        }))
     }
+}
+
+/// Adds `bias[c]`, a number of any type, to every element of channel c of `y`.
+///
+/// # Errors
+/// If a length is not the extent's.
+pub fn add_bias(cpu: &Cpu, extent: &Extent, bias: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
+    add_numbers(cpu, extent, &bias.to_f64(), y)
+}
+
+/// The sum of each channel, in numbers of any type: the gradient of a bias.
+///
+/// # Errors
+/// If a length is not the extent's.
+pub fn sum_by_channel(cpu: &Cpu, extent: &Extent, dy: Slice<'_>, sums: SliceMut<'_>) -> Result<()> {
+    check_len("bias backward", "the gradient", sums.len(), extent.channels)?;
+    let totals = channel_sums(cpu, extent, dy)?;
+    sums.update(|channel, _| totals[channel]);
+    Ok(())
 }
 
 #[cfg(test)]
@@ -183,6 +201,18 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    #[test]
+    fn biases_and_their_gradients_may_be_wider_than_tensors() {
+        for format in [MemoryFormat::Contiguous, MemoryFormat::ChannelsLast] {
+            let extent = Extent { batch: 2, channels: 2, spatial: 3, format };
+            let mut y = [half::bf16::from_f32(1.0); 12];
+            add_bias(&Cpu::single(), &extent, (&[0.5f32, -2.0]).into(), (&mut y).into()).unwrap();
+            let mut sums = [f32::NAN; 2];
+            sum_by_channel(&Cpu::single(), &extent, (&y).into(), (&mut sums).into()).unwrap();
+            assert_eq!(sums, [9.0, -6.0]);
         }
     }
 

@@ -36,6 +36,7 @@ mod stream;
 mod team;
 mod transpose;
 mod vector_math;
+mod widened;
 
 pub mod activation;
 pub mod backstop;

@@ -121,7 +121,7 @@ kernels! {
     ///
     /// # Errors
     /// If a length is not the extent's, or the window has no channels.
-    pub fn local_response_norm<T>(
+    pub fn local_response_norm<T: Element>(
         cpu: &Cpu, extent: &Extent, options: &LocalResponse;
         x: &[T];
         y: &mut [T]
@@ -148,7 +148,7 @@ kernels! {
     ///
     /// # Errors
     /// As [`local_response_norm`].
-    pub fn local_response_norm_backward<T>(
+    pub fn local_response_norm_backward<T: Element>(
         cpu: &Cpu, extent: &Extent, options: &LocalResponse;
         x: &[T], dy: &[T];
         dx: &mut [T]

@@ -4,7 +4,8 @@ use std::time::{Duration, Instant};
 
 use pulp::{Simd, WithSimd};
 
-use crate::{Cpu, Result, simd};
+use crate::conv::Unit;
+use crate::{Cpu, DType, Result, simd};
 
 /// Independent chains of multiply-adds: enough to hide a latency of 4 to 5 cycles on two units, and few enough that they
 /// and the two constants fit the 16 registers of AVX2.
@@ -17,11 +18,22 @@ const COPIED: usize = 24 << 20;
 const TIME: Duration = Duration::from_millis(200);
 const FEWEST: usize = 5;
 
-/// The peak number of f32 operations that `cpu` does in a second, measured with vector multiply-adds in registers. Kernels
-/// can only come near it. For f64 it is half of this.
-pub fn peak_flops(cpu: &Cpu) -> f64 {
-    let work = (2 * CHAINS * ROUND * cpu.isa().lanes() * cpu.threads()) as f64;
-    work / shortest(|| cpu.for_each(usize::MAX, 0..cpu.threads(), |_| simd::run(cpu.isa(), MultiplyAdds)))
+/// The peak number of operations that `cpu` does in a second on numbers of this type, measured with vector multiply-adds in registers, and
+/// with the units that multiply bf16. Kernels can only come near it.
+pub fn peak_flops(cpu: &Cpu, dtype: DType) -> f64 {
+    let peak = |work: usize, run: &(dyn Fn() + Sync)| {
+        let seconds = shortest(|| cpu.for_each(usize::MAX, 0..cpu.threads(), |_| run()));
+        (work * cpu.threads()) as f64 / seconds
+    };
+    let single = || peak(2 * CHAINS * ROUND * cpu.isa().lanes(), &|| simd::run(cpu.isa(), MultiplyAdds));
+    match dtype {
+        DType::F32 | DType::F16 => single(),
+        DType::F64 => single() / 2.0,
+        DType::BF16 => {
+            let units = Unit::ALL.into_iter().filter(|unit| unit.is_in(cpu));
+            units.map(|unit| peak(Unit::EXERCISE, &|| unit.exercise(cpu))).fold(single(), f64::max)
+        }
+    }
 }
 
 /// Bytes that `cpu` reads and writes in a second when it copies memory that no cache holds.
@@ -153,7 +165,7 @@ mod tests {
     fn wider_vectors_do_more() {
         let mut before = 1e8;
         for isa in Isa::available() {
-            let peak = peak_flops(&Cpu::single().with_isa(isa).unwrap());
+            let peak = peak_flops(&Cpu::single().with_isa(isa).unwrap(), DType::F32);
             // A machine whose 512-bit operations take two cycles gains nothing from them.
             assert!(peak > 0.8 * before && peak < 1e13, "{isa}: {peak:.3e}");
             before = peak;

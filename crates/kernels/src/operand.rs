@@ -179,6 +179,15 @@ impl<'a> SliceMut<'a> {
         SliceMut { bytes: &mut self.bytes[places.start * size..places.end * size], dtype: self.dtype }
     }
 
+    /// The first `len` elements, and the others.
+    ///
+    /// # Panics
+    /// If there are not so many elements.
+    pub fn split_at(self, len: usize) -> (SliceMut<'a>, SliceMut<'a>) {
+        let (first, others) = self.bytes.split_at_mut(len * self.dtype.size());
+        (SliceMut { bytes: first, dtype: self.dtype }, SliceMut { bytes: others, dtype: self.dtype })
+    }
+
     /// Runs of `len` elements, the last of which may be shorter; `len` is not 0.
     pub fn chunks_mut(self, len: usize) -> impl Iterator<Item = SliceMut<'a>> {
         let (size, dtype) = (self.dtype.size(), self.dtype);
@@ -260,16 +269,16 @@ impl std::fmt::Debug for SliceMut<'_> {
     }
 }
 
-/// Defines kernels that take operands. The body of each function is compiled for every type `T` that kernels compute in; who calls
-/// it passes [`Slice`] for `&[T]` and [`SliceMut`] for `&mut [T]`. Other arguments come first, then what is read, then what is
-/// written, with a `;` between them.
+/// Defines kernels that take operands. The body of each function is compiled for the types of its parameter: [`crate::Element`] is those
+/// that kernels compute in, [`Stored`] is all. Who calls it passes [`Slice`] for `&[T]` and [`SliceMut`] for `&mut [T]`. Other arguments
+/// come first, then what is read, then what is written, with a `;` between them.
 macro_rules! kernels {
     ($(
         $(#[$attribute:meta])*
-        $vis:vis fn $name:ident<T>(
+        $vis:vis fn $name:ident<$T:ident: $bound:ident>(
             $($argument:ident: $type:ty),*;
-            $($input:ident: &[T]),*;
-            $($output:ident: &mut [T]),* $(,)?
+            $($input:ident: &[$read:ident]),*;
+            $($output:ident: &mut [$write:ident]),* $(,)?
         ) -> $result:ty $body:block
     )*) => {$(
         $(#[$attribute])*
@@ -278,19 +287,25 @@ macro_rules! kernels {
             $($input: $crate::Slice<'_>,)*
             $($output: $crate::SliceMut<'_>),*
         ) -> $result {
-            fn typed<T: $crate::Element>(
+            fn typed<$T: $crate::$bound>(
                 $($argument: $type,)*
-                $($input: &[T],)*
-                $($output: &mut [T]),*
+                $($input: &[$read],)*
+                $($output: &mut [$write]),*
             ) -> $result $body
             let dtype = kernels!(@first $($input)* $($output)*).dtype();
-            $crate::dispatch!(stringify!($name), dtype, T => {
-                typed::<T>($($argument,)* $($input.of()?,)* $($output.of()?),*)
+            kernels!(@run $bound stringify!($name), dtype, $T => {
+                typed::<$T>($($argument,)* $($input.of()?,)* $($output.of()?),*)
             })
         }
     )*};
     (@first $first:ident $($rest:ident)*) => {
         $first
+    };
+    (@run Element $operation:expr, $dtype:expr, $T:ident => $body:expr) => {
+        $crate::dispatch!($operation, $dtype, $T => $body)
+    };
+    (@run Stored $operation:expr, $dtype:expr, $T:ident => $body:expr) => {
+        $crate::dispatch_stored!($dtype, $T => $body)
     };
 }
 pub(crate) use kernels;

@@ -217,7 +217,7 @@ kernels! {
     ///
     /// # Errors
     /// If a length is not the problem's.
-    pub fn resize<T>(cpu: &Cpu, problem: &ResizeProblem; x: &[T]; y: &mut [T]) -> Result<()> {
+    pub fn resize<T: Element>(cpu: &Cpu, problem: &ResizeProblem; x: &[T]; y: &mut [T]) -> Result<()> {
         span!("resize", x, y);
         problem.input_extent().check("resize", &[("x", x.len())])?;
         problem.output_extent().check("resize", &[("y", y.len())])?;
@@ -229,7 +229,7 @@ kernels! {
     ///
     /// # Errors
     /// As [`resize`].
-    pub fn resize_backward<T>(cpu: &Cpu, problem: &ResizeProblem; dy: &[T]; dx: &mut [T]) -> Result<()> {
+    pub fn resize_backward<T: Element>(cpu: &Cpu, problem: &ResizeProblem; dy: &[T]; dx: &mut [T]) -> Result<()> {
         span!("resize backward", dy, dx);
         problem.input_extent().check("resize backward", &[("dx", dx.len())])?;
         problem.output_extent().check("resize backward", &[("dy", dy.len())])?;

@@ -13,7 +13,7 @@ kernels! {
     ///
     /// # Errors
     /// If a length is not the extent's.
-    pub fn softmax<T>(cpu: &Cpu, extent: &Extent; x: &[T]; y: &mut [T]) -> Result<()> {
+    pub fn softmax<T: Element>(cpu: &Cpu, extent: &Extent; x: &[T]; y: &mut [T]) -> Result<()> {
         span!("softmax", x, y);
         extent.check("softmax", &[("x", x.len()), ("y", y.len())])?;
         if each_row(cpu, extent, [x], y, |width, [x], y| softmax_rows(cpu, width, x, y)) {
@@ -27,7 +27,7 @@ kernels! {
     ///
     /// # Errors
     /// If a length is not the extent's.
-    pub fn softmax_backward<T>(cpu: &Cpu, extent: &Extent; y: &[T], dy: &[T]; dx: &mut [T]) -> Result<()> {
+    pub fn softmax_backward<T: Element>(cpu: &Cpu, extent: &Extent; y: &[T], dy: &[T]; dx: &mut [T]) -> Result<()> {
         span!("softmax backward", y, dy, dx);
         extent.check("softmax backward", &[("y", y.len()), ("dy", dy.len()), ("dx", dx.len())])?;
         if each_row(cpu, extent, [y, dy], dx, |width, [y, dy], dx| {
@@ -45,7 +45,7 @@ kernels! {
     ///
     /// # Errors
     /// If a length is not the extent's.
-    pub fn log_softmax<T>(cpu: &Cpu, extent: &Extent; x: &[T]; y: &mut [T]) -> Result<()> {
+    pub fn log_softmax<T: Element>(cpu: &Cpu, extent: &Extent; x: &[T]; y: &mut [T]) -> Result<()> {
         span!("log_softmax", x, y);
         extent.check("log_softmax", &[("x", x.len()), ("y", y.len())])?;
         if each_row(cpu, extent, [x], y, |width, [x], y| log_softmax_rows(cpu, width, x, y)) {
@@ -61,7 +61,7 @@ kernels! {
     ///
     /// # Errors
     /// If a length is not the extent's.
-    pub fn log_softmax_backward<T>(cpu: &Cpu, extent: &Extent; y: &[T], dy: &[T]; dx: &mut [T]) -> Result<()> {
+    pub fn log_softmax_backward<T: Element>(cpu: &Cpu, extent: &Extent; y: &[T], dy: &[T]; dx: &mut [T]) -> Result<()> {
         span!("log_softmax backward", y, dy, dx);
         extent.check("log_softmax backward", &[("y", y.len()), ("dy", dy.len()), ("dx", dx.len())])?;
         if each_row(cpu, extent, [y, dy], dx, |width, [y, dy], dx| {

@@ -57,7 +57,7 @@ kernels! {
     ///
     /// # Errors
     /// If the lengths differ.
-    pub fn value_loss<T>(cpu: &Cpu, loss: ValueLoss; x: &[T], targets: &[T]; ) -> Result<f64> {
+    pub fn value_loss<T: Element>(cpu: &Cpu, loss: ValueLoss; x: &[T], targets: &[T]; ) -> Result<f64> {
         span!("value_loss", x, targets);
         check_len("value_loss", "the targets", targets.len(), x.len())?;
         let mut parts = vec![0.0; x.len().div_ceil(TASK)];
@@ -72,7 +72,7 @@ kernels! {
     ///
     /// # Errors
     /// If the lengths differ.
-    pub fn value_loss_backward<T>(
+    pub fn value_loss_backward<T: Element>(
         cpu: &Cpu, loss: ValueLoss, factor: f64;
         x: &[T], targets: &[T];
         dx: &mut [T]
@@ -84,7 +84,7 @@ kernels! {
     ///
     /// # Errors
     /// If the lengths differ.
-    pub fn value_loss_backward_targets<T>(
+    pub fn value_loss_backward_targets<T: Element>(
         cpu: &Cpu, loss: ValueLoss, factor: f64;
         x: &[T], targets: &[T];
         dt: &mut [T]

@@ -14,6 +14,7 @@
 //! First x - mean is computed, in the element type, and the rounding error of the mean goes into the shift; so data of mean
 //! 1e4 and standard deviation 0.1 keeps its digits. docs/batch-norm.md has the reasons.
 
+mod cells;
 mod coefficients;
 mod convention;
 pub mod cudnn;
@@ -39,7 +40,7 @@ use rows::Rows;
 use crate::error::{check_len, invalid};
 use crate::memory_format::Extent;
 use crate::profile::span;
-use crate::{Cpu, DType, Element, Result, Slice, SliceMut, dispatch};
+use crate::{Cpu, DType, Result, Slice, SliceMut, Stored, dispatch_stored};
 
 /// The names of the passes in errors.
 const FORWARD: &str = "batch norm";
@@ -147,7 +148,7 @@ impl Normalization<'_> {
         check_len(operation, "the inverse root", self.inverse_root.map_or(channels, <[f64]>::len), channels)?;
         check_len(operation, "the weight", self.weight.map_or(channels, Slice::len), channels)?;
         check_len(operation, "the bias", self.bias.map_or(channels, Slice::len), channels)?;
-        self.activation.check(dtype)
+        self.activation.check(dtype.computed_in())
     }
 
     /// gamma * inverse_std.
@@ -220,7 +221,7 @@ pub fn normalize(
 ) -> Result<()> {
     span!("normalize", x, y);
     extent.check(FORWARD, &[("x", x.len()), ("y", y.len())])?;
-    dispatch!(FORWARD, y.dtype(), T => normalize_from::<T>(cpu, extent, Some(x.of()?), by, y.of()?))
+    dispatch_stored!(y.dtype(), S => normalize_from::<S>(cpu, extent, Some(x.of()?), by, y.of()?))
 }
 
 /// y = act((x - mean) * gamma * inverse_std + beta + residual) in one pass over memory. The result is bit-identical to
@@ -240,9 +241,9 @@ pub fn normalize_added(
     let tensors = [("x", x.len()), ("the residual", residual.len()), ("y", y.len())];
     extent.check(FORWARD, &tensors)?;
     by.check(FORWARD, y.dtype(), extent.channels)?;
-    dispatch!(FORWARD, y.dtype(), T => {
+    dispatch_stored!(y.dtype(), S => {
         let operands = Some([x.of()?, residual.of()?]);
-        map_from::<T>(cpu, extent, NormalizeAdded, Coefficients::forward(by), operands, y.of()?);
+        map_from::<S>(cpu, extent, NormalizeAdded, Coefficients::forward(by), operands, y.of()?);
     });
     Ok(())
 }
@@ -260,28 +261,28 @@ pub fn normalize_in_place(
 ) -> Result<()> {
     span!("normalize", data, data);
     extent.check(FORWARD, &[("x", data.len())])?;
-    dispatch!(FORWARD, data.dtype(), T => normalize_from::<T>(cpu, extent, None, by, data.of()?))
+    dispatch_stored!(data.dtype(), S => normalize_from::<S>(cpu, extent, None, by, data.of()?))
 }
 
-fn normalize_from<T: Element>(
+fn normalize_from<S: Stored>(
     cpu: &Cpu,
     extent: &Extent,
-    x: Option<&[T]>,
+    x: Option<&[S]>,
     by: &Normalization<'_>,
-    y: &mut [T],
+    y: &mut [S],
 ) -> Result<()> {
-    by.check(FORWARD, T::DTYPE, extent.channels)?;
+    by.check(FORWARD, S::DTYPE, extent.channels)?;
     map_from(cpu, extent, Normalize, Coefficients::forward(by), x.map(|x| [x, x]), y);
     Ok(())
 }
 
-fn map_from<T: Element>(
+fn map_from<S: Stored>(
     cpu: &Cpu,
     extent: &Extent,
-    map: impl Map<T>,
-    c: Coefficients<T>,
-    x: Option<[&[T]; 2]>,
-    y: &mut [T],
+    map: impl Map<S::Compute>,
+    c: Coefficients<S::Compute>,
+    x: Option<[&[S]; 2]>,
+    y: &mut [S],
 ) {
     // In an empty tensor, one size may be so large that cutting it into tiles would overflow.
     if y.is_empty() {
@@ -312,7 +313,7 @@ pub fn forward_training(
     check_eps(FORWARD, layer.eps)?;
     let inverse_std_of = |moments: &Moments| moments.inverse_std(layer.eps, layer.eps_place);
     let Affine { weight, bias, activation, .. } = *layer;
-    activation.check(x.dtype())?;
+    activation.check(x.dtype().computed_in())?;
     for (name, values) in [("the weight", weight), ("the bias", bias)] {
         check_len(FORWARD, name, values.map_or(extent.channels, Slice::len), extent.channels)?;
     }
@@ -320,10 +321,10 @@ pub fn forward_training(
         && let Walk::Planes(planes) = Walk::of(extent)
         && planes.stays_cached(cpu, 1, x.dtype())
     {
-        dispatch!(FORWARD, x.dtype(), T => {
+        dispatch_stored!(x.dtype(), S => {
             let coefficients = |channels: Range<usize>, moments: &Moments| {
                 let inverse_std = inverse_std_of(moments);
-                Coefficients::<T>::forward(&Normalization {
+                Coefficients::<<S as Stored>::Compute>::forward(&Normalization {
                     mean: &moments.mean,
                     inverse_std: &inverse_std,
                     inverse_root: None,
@@ -332,7 +333,7 @@ pub fn forward_training(
                     activation,
                 })
             };
-            let moments = planes.forward(cpu, &all_parts(extent), x.of()?, coefficients, y.of()?);
+            let moments = planes.forward(cpu, &all_parts(extent), x.of::<S>()?, coefficients, y.of()?);
             let inverse_std = inverse_std_of(&moments);
             return Ok((moments, inverse_std));
         })
@@ -382,7 +383,7 @@ pub fn backward_elemt_in_place(
 ) -> Result<()> {
     span!("batch norm gradient", data, dy, data);
     extent.check(BACKWARD, &[("x", data.len()), ("dy", dy.len())])?;
-    dispatch!(BACKWARD, dy.dtype(), T => gradient_from::<T>(cpu, extent, (None, dy.of()?), by, sums, data.of()?))
+    dispatch_stored!(dy.dtype(), S => gradient_from::<S>(cpu, extent, (None, dy.of()?), by, sums, data.of()?))
 }
 
 /// The gradient of x: PyTorch's `batch_norm_backward_elemt`. See [`backward_elemt_in_place`].
@@ -401,20 +402,20 @@ pub fn backward_elemt(
     span!("batch norm gradient", x, dy, dx);
     let tensors = [("x", x.len()), ("dy", dy.len()), ("dx", dx.len())];
     extent.check(BACKWARD, &tensors)?;
-    dispatch!(BACKWARD, dy.dtype(), T => {
-        gradient_from::<T>(cpu, extent, (Some(x.of()?), dy.of()?), by, sums, dx.of()?)
+    dispatch_stored!(dy.dtype(), S => {
+        gradient_from::<S>(cpu, extent, (Some(x.of()?), dy.of()?), by, sums, dx.of()?)
     })
 }
 
-fn gradient_from<T: Element>(
+fn gradient_from<S: Stored>(
     cpu: &Cpu,
     extent: &Extent,
-    tensors: (Option<&[T]>, &[T]),
+    tensors: (Option<&[S]>, &[S]),
     by: &Normalization<'_>,
     sums: Option<(&BackwardSums, usize)>,
-    dx: &mut [T],
+    dx: &mut [S],
 ) -> Result<()> {
-    by.check(BACKWARD, T::DTYPE, extent.channels)?;
+    by.check(BACKWARD, S::DTYPE, extent.channels)?;
     if let Some((sums, count)) = sums {
         check_len(BACKWARD, "the sums", sums.g.len(), extent.channels)?;
         check_len(BACKWARD, "the sums", sums.g_centered.len(), extent.channels)?;
@@ -455,7 +456,7 @@ pub fn backward_training(
         && let Walk::Planes(planes) = Walk::of(extent)
         && planes.stays_cached(cpu, 2, x.dtype())
     {
-        dispatch!(BACKWARD, x.dtype(), T => {
+        dispatch_stored!(x.dtype(), S => {
             let with_sums = |channels: Range<usize>, sums: &BackwardSums| {
                 let some = Normalization {
                     mean: &by.mean[channels.clone()],
@@ -465,10 +466,10 @@ pub fn backward_training(
                     bias: by.bias.map(|bias| bias.part(channels)),
                     activation: by.activation,
                 };
-                Coefficients::<T>::backward(&some, Some((sums, count)))
+                Coefficients::<<S as Stored>::Compute>::backward(&some, Some((sums, count)))
             };
             let of =
-                GradientSumsOf { x: x.of()?, dy: dy.of()?, means: by.mean, c: &Coefficients::forward(by) };
+                GradientSumsOf { x: x.of::<S>()?, dy: dy.of()?, means: by.mean, c: &Coefficients::forward(by) };
             return Ok(planes.backward(cpu, &all_parts(extent), &of, with_sums, dx.of()?));
         })
     }

@@ -14,7 +14,7 @@ use crate::error::{check_len, invalid};
 use crate::isa::multiversion;
 use crate::memory_format::Extent;
 use crate::profile::span;
-use crate::{Cpu, Element, MemoryFormat, Result, Slice, dispatch};
+use crate::{Cpu, MemoryFormat, Result, Slice, Stored, dispatch_stored};
 
 /// A large batch is cut into about this many groups or pieces, or into more if groups would exceed [`MANY`] values per channel.
 const PARTS: usize = 64;
@@ -257,9 +257,9 @@ impl StatsInParts {
         if parts.is_empty() {
             return Ok(());
         }
-        dispatch!(self.progress.operation, x.dtype(), T => match Walk::of(&extent) {
-            Walk::Rows(rows) => rows.moments::<T>(cpu, &parts, x.of()?, &mut self.totals),
-            Walk::Planes(planes) => planes.moments::<T>(cpu, &parts, x.of()?, &mut self.totals),
+        dispatch_stored!(x.dtype(), S => match Walk::of(&extent) {
+            Walk::Rows(rows) => rows.moments::<S>(cpu, &parts, x.of()?, &mut self.totals),
+            Walk::Planes(planes) => planes.moments::<S>(cpu, &parts, x.of()?, &mut self.totals),
         });
         self.progress.images += extent.batch;
         Ok(())
@@ -309,8 +309,8 @@ impl BackwardSumsInParts {
         if parts.is_empty() {
             return Ok(());
         }
-        dispatch!(operation, x.dtype(), T => {
-            let (c, pair) = (Coefficients::<T>::forward(by), (x.of()?, dy.of()?));
+        dispatch_stored!(x.dtype(), S => {
+            let (c, pair) = (Coefficients::forward(by), (x.of::<S>()?, dy.of()?));
             match Walk::of(&extent) {
                 Walk::Rows(rows) => rows.gradient_sums(cpu, &parts, pair, by.mean, c, &mut self.totals),
                 Walk::Planes(planes) => planes.gradient_sums(cpu, &parts, pair, by.mean, c, &mut self.totals),
@@ -351,7 +351,7 @@ pub(super) fn pilot_places(len: usize) -> [usize; PILOTS] {
 /// A value near the other values of its channel, so that sums of differences from it keep their digits. Exact if all values
 /// are the same.
 #[inline(always)]
-pub(super) fn pilot<T: Element>([a, b, c, d]: [T; PILOTS]) -> f64 {
+pub(super) fn pilot<S: Stored>([a, b, c, d]: [S; PILOTS]) -> f64 {
     ((a.f64() + b.f64()) + (c.f64() + d.f64())) * (1.0 / PILOTS as f64)
 }
 

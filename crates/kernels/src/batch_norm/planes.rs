@@ -2,17 +2,18 @@
 
 use std::ops::Range;
 
+use super::cells::{Cell, moments_of_cells, sums_of_cells};
 use super::coefficients::{Coefficients, Map, Normalize};
-use super::parts::{Pair, Part, Totals, moments, pilot, pilot_places};
+use super::parts::{Pair, Part, Totals, pilot, pilot_places};
 use super::{BackwardSums, Moments};
 use crate::activation::with_activation;
-use crate::channels::{LANES, halved};
+use crate::channels::LANES;
 use crate::isa::multiversion;
 use crate::memory_format::Extent;
 use crate::pointwise::formulas::Formula;
 use crate::shared::Shared;
 use crate::stream::{self, Streaming};
-use crate::{Cpu, DType, Element, scratch};
+use crate::{Cpu, DType, Element, Stored, scratch};
 
 /// All channels together are cut into at least this many tasks, if they have enough elements.
 const TASKS: usize = 64;
@@ -92,18 +93,18 @@ impl Planes {
     }
 
     /// Merges the moments of each part of `x` into `totals`.
-    pub(super) fn moments<T: Element>(&self, cpu: &Cpu, parts: &[Part], x: &[T], totals: &mut Totals) {
+    pub(super) fn moments<S: Stored>(&self, cpu: &Cpu, parts: &[Part], x: &[S], totals: &mut Totals) {
         self.reduce(cpu, parts, totals, MomentsOf { x });
     }
 
     /// Merges the sums of g and of g (x - mean) over each part into `totals`.
-    pub(super) fn gradient_sums<T: Element>(
+    pub(super) fn gradient_sums<S: Stored>(
         &self,
         cpu: &Cpu,
         parts: &[Part],
-        (x, dy): (&[T], &[T]),
+        (x, dy): (&[S], &[S]),
         means: &[f64],
-        c: Coefficients<T>,
+        c: Coefficients<S::Compute>,
         totals: &mut Totals,
     ) {
         self.reduce(cpu, parts, totals, GradientSumsOf { x, dy, means, c: &c });
@@ -156,63 +157,92 @@ impl Planes {
     }
 
     /// y = map(x, residual); without `x`, y is mapped in place.
-    pub(super) fn map<T: Element>(
+    pub(super) fn map<S: Stored>(
         &self,
         cpu: &Cpu,
-        map: impl Map<T>,
-        x: Option<[&[T]; 2]>,
-        c: Coefficients<T>,
-        y: &mut [T],
+        map: impl Map<S::Compute>,
+        x: Option<[&[S]; 2]>,
+        c: Coefficients<S::Compute>,
+        y: &mut [S],
     ) {
         let target = Target::new(cpu, y, x.is_some());
         let mapping = Mapping { map, x, c: &c, first: 0 };
         cpu.for_each(self.len(), self.all_tiles(), |tile| self.map_tile(&tile, &mapping, &target));
     }
 
-    fn map_tile<T: Element, M: Map<T>>(&self, tile: &Tile, all: &Mapping<'_, T, M>, y: &Target<'_, T>) {
+    /// The unit of the pieces in which a run is converted: whole planes, or any part of a plane that is a run by itself.
+    fn unit(&self, run: usize) -> usize {
+        if run > self.spatial { self.spatial } else { 1 }
+    }
+
+    fn map_tile<S: Stored, M: Map<S::Compute>>(
+        &self,
+        tile: &Tile,
+        all: &Mapping<'_, S, M>,
+        y: &Target<'_, S>,
+    ) {
         self.write_tile(tile, y, |channel, start, run| {
-            let x = all.x.map(|both| both.map(|x| &x[start..][..run.len()]));
-            let Mapping { map, c, first, .. } = *all;
-            with_activation!(c.activation, act => {
-                map_planes(y.cpu, &Run { first: channel - first, spatial: self.spatial, act }, map, c, x, run);
+            let &Mapping { map, x, c, first } = all;
+            let (on, spatial) = ((y.cpu, self.unit(run.len())), self.spatial);
+            let at = |done: usize| channel - first + done / spatial;
+            with_activation!(c.activation, act => match x {
+                Some(both) => {
+                    let both = both.map(|x| &x[start..][..run.len()]);
+                    S::write_pieces(on, both, run, |done, both, run| {
+                        map_planes(y.cpu, &Run { first: at(done), spatial, act }, map, c, Some(both), run);
+                    });
+                }
+                None => S::update_pieces(on, [], run, |done, [], run| {
+                    map_planes(y.cpu, &Run { first: at(done), spatial, act }, map, c, None, run);
+                }),
             });
         });
     }
 
-    pub(super) fn gradient<T: Element>(
+    pub(super) fn gradient<S: Stored>(
         &self,
         cpu: &Cpu,
-        (x, dy): (Option<&[T]>, &[T]),
-        c: Coefficients<T>,
-        dx: &mut [T],
+        (x, dy): (Option<&[S]>, &[S]),
+        c: Coefficients<S::Compute>,
+        dx: &mut [S],
     ) {
         let target = Target::new(cpu, dx, x.is_some());
         let gradient = Gradient { x, dy, c: &c, first: 0 };
         cpu.for_each(self.len(), self.all_tiles(), |tile| self.gradient_tile(&tile, &gradient, &target));
     }
 
-    fn gradient_tile<T: Element>(&self, tile: &Tile, all: &Gradient<'_, T>, dx: &Target<'_, T>) {
+    fn gradient_tile<S: Stored>(&self, tile: &Tile, all: &Gradient<'_, S>, dx: &Target<'_, S>) {
         self.write_tile(tile, dx, |channel, start, run| {
-            let (x, dy) = (all.x.map(|x| &x[start..][..run.len()]), &all.dy[start..][..run.len()]);
-            let Gradient { c, first, .. } = *all;
-            with_activation!(c.activation, act => {
-                gradient_planes(dx.cpu, &Run { first: channel - first, spatial: self.spatial, act }, c, x, dy, run);
+            let &Gradient { x, dy, c, first } = all;
+            let (on, spatial) = ((dx.cpu, self.unit(run.len())), self.spatial);
+            let at = |done: usize| channel - first + done / spatial;
+            let dy = &dy[start..][..run.len()];
+            with_activation!(c.activation, act => match x {
+                Some(x) => {
+                    let both = [&x[start..][..run.len()], dy];
+                    S::write_pieces(on, both, run, |done, [x, dy], run| {
+                        gradient_planes(dx.cpu, &Run { first: at(done), spatial, act }, c, Some(x), dy, run);
+                    });
+                }
+                None => S::update_pieces(on, [dy], run, |done, [dy], run| {
+                    gradient_planes(dx.cpu, &Run { first: at(done), spatial, act }, c, None, dy, run);
+                }),
             });
         });
     }
 
     /// Calls `task(first channel, start, elements)` on every contiguous run of a tile. A run is one or more whole planes,
     /// or a part of one.
-    fn write_tile<T: Element>(
+    fn write_tile<S: Stored>(
         &self,
         tile: &Tile,
-        target: &Target<'_, T>,
-        task: impl Fn(usize, usize, &mut [T]),
+        target: &Target<'_, S>,
+        task: impl Fn(usize, usize, &mut [S]),
     ) {
         let &Target { cpu, elements, streams } = target;
         let whole = tile.places.len() == self.spatial;
         let run = if whole { tile.channels.len() * self.spatial } else { tile.places.len() };
-        let mut staged = vec![T::zero(); if streams { run.min(STAGED) } else { 0 }];
+        let mut staged = vec![S::default(); if streams { run.min(STAGED) } else { 0 }];
         let streaming = streams.then(Streaming::begin);
         let mut write = |channel: usize, start: usize, len: usize| {
             // SAFETY: tiles of one `Planes` differ in their channels, images or places, so that they have no elements in common.
@@ -245,13 +275,13 @@ impl Planes {
     /// [`Planes::stays_cached`]. The results are the same as with one pass over everything after the other.
     ///
     /// `coefficients` computes the coefficients of some channels from their moments.
-    pub(super) fn forward<T: Element>(
+    pub(super) fn forward<S: Stored>(
         &self,
         cpu: &Cpu,
         parts: &[Part],
-        x: &[T],
-        coefficients: impl Fn(Range<usize>, &Moments) -> Coefficients<T> + Send + Sync,
-        y: &mut [T],
+        x: &[S],
+        coefficients: impl Fn(Range<usize>, &Moments) -> Coefficients<S::Compute> + Send + Sync,
+        y: &mut [S],
     ) -> Moments {
         let count = self.batch * self.spatial;
         let target = Target::new(cpu, y, true);
@@ -271,13 +301,13 @@ impl Planes {
     }
 
     /// The sums and dx, in the same way. `with_sums` computes the coefficients of backward for some channels from their sums.
-    pub(super) fn backward<T: Element>(
+    pub(super) fn backward<S: Stored>(
         &self,
         cpu: &Cpu,
         parts: &[Part],
-        of: &GradientSumsOf<'_, T>,
-        with_sums: impl Fn(Range<usize>, &BackwardSums) -> Coefficients<T> + Send + Sync,
-        dx: &mut [T],
+        of: &GradientSumsOf<'_, S>,
+        with_sums: impl Fn(Range<usize>, &BackwardSums) -> Coefficients<S::Compute> + Send + Sync,
+        dx: &mut [S],
     ) -> BackwardSums {
         let target = Target::new(cpu, dx, true);
         let groups = self.by_group(cpu, |channels| {
@@ -314,7 +344,7 @@ struct Target<'a, T> {
     streams: bool,
 }
 
-impl<'a, T: Element> Target<'a, T> {
+impl<'a, T: Stored> Target<'a, T> {
     /// `overwrites` says that the elements are not read before; then large tensors are streamed.
     fn new(cpu: &'a Cpu, elements: &'a mut [T], overwrites: bool) -> Self {
         let streams = overwrites && stream::pays_to_copy(elements);
@@ -323,20 +353,20 @@ impl<'a, T: Element> Target<'a, T> {
 }
 
 /// How a tensor is mapped; without `x`, y is mapped in place.
-struct Mapping<'a, T, M> {
+struct Mapping<'a, S: Stored, M> {
     map: M,
     /// x and the residual.
-    x: Option<[&'a [T]; 2]>,
-    c: &'a Coefficients<T>,
+    x: Option<[&'a [S]; 2]>,
+    c: &'a Coefficients<S::Compute>,
     /// The channel that `c` starts with.
     first: usize,
 }
 
 /// What dx is computed from; without `x`, it holds x before.
-struct Gradient<'a, T> {
-    x: Option<&'a [T]>,
-    dy: &'a [T],
-    c: &'a Coefficients<T>,
+struct Gradient<'a, S: Stored> {
+    x: Option<&'a [S]>,
+    dy: &'a [S],
+    c: &'a Coefficients<S::Compute>,
     /// The channel that `c` starts with.
     first: usize,
 }
@@ -372,7 +402,7 @@ struct MomentsOf<'a, T> {
     x: &'a [T],
 }
 
-impl<T: Element> PartTask for MomentsOf<'_, T> {
+impl<S: Stored> PartTask for MomentsOf<'_, S> {
     fn pair(&self) -> Pair {
         Pair::Moments
     }
@@ -384,14 +414,14 @@ impl<T: Element> PartTask for MomentsOf<'_, T> {
 }
 
 /// The sums of g and of g (x - mean); means and coefficients of forward are those of all channels.
-pub(super) struct GradientSumsOf<'a, T> {
-    pub(super) x: &'a [T],
-    pub(super) dy: &'a [T],
+pub(super) struct GradientSumsOf<'a, S: Stored> {
+    pub(super) x: &'a [S],
+    pub(super) dy: &'a [S],
     pub(super) means: &'a [f64],
-    pub(super) c: &'a Coefficients<T>,
+    pub(super) c: &'a Coefficients<S::Compute>,
 }
 
-impl<T: Element> PartTask for GradientSumsOf<'_, T> {
+impl<S: Stored> PartTask for GradientSumsOf<'_, S> {
     fn pair(&self) -> Pair {
         Pair::Sums
     }
@@ -412,45 +442,11 @@ struct GradientShare<'a, A> {
     act: A,
 }
 
-/// Two sums of a channel, over differences from a centre, in interleaved lanes so that the additions vectorise.
-#[derive(Clone, Default)]
-struct Cell {
-    centre: f64,
-    a: [f64; LANES],
-    b: [f64; LANES],
-}
-
-impl Cell {
-    #[inline(always)]
-    fn new(centre: f64) -> Cell {
-        Cell { centre, a: [0.0; LANES], b: [0.0; LANES] }
-    }
-}
-
-// The next two functions are compiled for the portable set only: for others, compilers gather the lanes of several cells,
-// which takes longer.
-
-/// The moments of a part, from the sums of differences from the pilots and of their squares.
-#[inline(never)]
-fn moments_of_cells(part: &Part, cells: &[Cell], means: &mut [f64], m2: &mut [f64]) {
-    let count = part.count() as f64;
-    for ((cell, mean), m2) in cells.iter().zip(means).zip(m2) {
-        (*mean, *m2) = moments(cell.centre, halved(cell.a), halved(cell.b), count);
-    }
-}
-
-#[inline(never)]
-fn sums_of_cells(cells: &[Cell], a: &mut [f64], b: &mut [f64]) {
-    for ((cell, a), b) in cells.iter().zip(a).zip(b) {
-        (*a, *b) = (halved(cell.a), halved(cell.b));
-    }
-}
-
 // Coefficients and tensors are arguments of their own: so the compiler knows that they do not overlap. In a struct, they cost
 // planes of few elements up to a fifth of the time.
 multiversion! {
     /// Sums of x - pilot and of (x - pilot)^2; the pilot is the centre of the cell.
-    fn sum_part<T: Element>(share: &Share<'_>, x: &[T], cells: &mut [Cell]) {
+    fn sum_part<S: Stored>(share: &Share<'_>, x: &[S], cells: &mut [Cell]) {
         let &Share { planes: &Planes { channels, spatial, .. }, part, first } = share;
         let (images, places) = (part.images.clone(), part.places.clone());
         let start = images.start * channels + first;
@@ -492,8 +488,8 @@ multiversion! {
     }
 
     /// Sums of g and of g (x - mean); the mean is the centre of the cell, which is empty before.
-    fn sum_gradient_part<T: Element, A: Formula<T>>(
-        of: &GradientShare<'_, A>, c: &Coefficients<T>, x: &[T], dy: &[T], cells: &mut [Cell],
+    fn sum_gradient_part<S: Stored, A: Formula<S::Compute>>(
+        of: &GradientShare<'_, A>, c: &Coefficients<S::Compute>, x: &[S], dy: &[S], cells: &mut [Cell],
     ) {
         let &GradientShare { share: &Share { planes: &Planes { channels, spatial, .. }, part, first }, act } = of;
         let (images, places) = (part.images.clone(), part.places.clone());
@@ -504,7 +500,7 @@ multiversion! {
                 let c = c.at(first + index);
                 let (Some(last_x), Some(last_dy)) = (x.last_chunk::<LANES>(), dy.last_chunk::<LANES>()) else {
                     for ((sum, centered), (&x, &dy)) in cell.a.iter_mut().zip(&mut cell.b).zip(x.iter().zip(dy)) {
-                        let g = c.behind_activation(x, dy, act).f64();
+                        let g = c.behind_activation(x.wide(), dy.wide(), act).f64();
                         *sum += g;
                         *centered += g * (x.f64() - cell.centre);
                     }
@@ -514,14 +510,14 @@ multiversion! {
                 let mut chunks = x.chunks_exact(LANES).zip(dy.chunks_exact(LANES));
                 for (x, dy) in &mut chunks {
                     for lane in 0..LANES {
-                        let g = c.behind_activation(x[lane], dy[lane], act).f64();
+                        let g = c.behind_activation(x[lane].wide(), dy[lane].wide(), act).f64();
                         sums[lane] += g;
                         centered[lane] += g * (x[lane].f64() - centre);
                     }
                 }
                 let counted = LANES - x.len() % LANES;
                 for lane in 0..LANES {
-                    let g = c.behind_activation(last_x[lane], last_dy[lane], act).f64();
+                    let g = c.behind_activation(last_x[lane].wide(), last_dy[lane].wide(), act).f64();
                     let d = g * (last_x[lane].f64() - centre);
                     sums[lane] += if lane < counted { 0.0 } else { g };
                     centered[lane] += if lane < counted { 0.0 } else { d };

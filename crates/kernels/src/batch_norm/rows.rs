@@ -8,7 +8,7 @@ use crate::memory::AlignedVec;
 use crate::memory_format::Extent;
 use crate::pointwise::formulas::Formula;
 use crate::stream::{self, Streaming};
-use crate::{Cpu, Element, scratch};
+use crate::{Cpu, Element, Stored, scratch};
 
 /// The minimum of elements in a wide row: neighbouring rows of few channels are treated as one wide row.
 const WIDE: usize = 64;
@@ -46,13 +46,17 @@ impl Rows {
     }
 
     /// Merges the moments of each part of `x` into `totals`.
-    pub(super) fn moments<T: Element>(&self, cpu: &Cpu, parts: &[Part], x: &[T], totals: &mut Totals) {
+    pub(super) fn moments<S: Stored>(&self, cpu: &Cpu, parts: &[Part], x: &[S], totals: &mut Totals) {
         self.reduce(cpu, parts, x, totals, |_, x, [mean, m2]| {
             scratch::with(3 * self.width, |memory| {
                 let (pilots, sums) = memory.split_at_mut(self.width);
                 let [a, b] = zeros(sums);
-                pilot_rows(cpu, x, self.channels, pilots);
-                sum_rows(cpu, x, pilots, a, b);
+                S::read_pieces((cpu, self.width), [x], |start, [x]| {
+                    if start == 0 {
+                        pilot_rows(cpu, x, self.channels, pilots);
+                    }
+                    sum_rows(cpu, x, pilots, a, b);
+                });
                 fold(a, mean);
                 fold(b, m2);
                 moments_of_sums(cpu, (x.len() / self.channels) as f64, pilots, mean, m2);
@@ -61,13 +65,13 @@ impl Rows {
     }
 
     /// Merges the sums of g and of g (x - mean) over each part into `totals`.
-    pub(super) fn gradient_sums<T: Element>(
+    pub(super) fn gradient_sums<S: Stored>(
         &self,
         cpu: &Cpu,
         parts: &[Part],
-        (x, dy): (&[T], &[T]),
+        (x, dy): (&[S], &[S]),
         means: &[f64],
-        c: Coefficients<T>,
+        c: Coefficients<S::Compute>,
         totals: &mut Totals,
     ) {
         let (means, c) = (AlignedVec::repeat(means, self.times()), c.repeated(self.times()));
@@ -75,7 +79,11 @@ impl Rows {
             let dy = &dy[start..][..x.len()];
             scratch::with(2 * self.width, |sums| {
                 let [a, b] = zeros(sums);
-                with_activation!(c.activation, act => sum_gradient_rows(cpu, [x, dy], &means, &c, act, a, b));
+                with_activation!(c.activation, act => {
+                    S::read_pieces((cpu, self.width), [x, dy], |_, both| {
+                        sum_gradient_rows(cpu, both, &means, &c, act, a, b);
+                    });
+                });
                 fold(a, g);
                 fold(b, g_centered);
             });
@@ -83,13 +91,13 @@ impl Rows {
     }
 
     /// Runs `task` on the start and the elements of each part of `x`, and merges its two numbers per channel in order.
-    fn reduce<T: Element>(
+    fn reduce<S: Stored>(
         &self,
         cpu: &Cpu,
         parts: &[Part],
-        x: &[T],
+        x: &[S],
         totals: &mut Totals,
-        task: impl Fn(usize, &[T], [&mut [f64]; 2]) + Send + Sync,
+        task: impl Fn(usize, &[S], [&mut [f64]; 2]) + Send + Sync,
     ) {
         let channels = self.channels;
         scratch::with(2 * channels * parts.len(), |results| {
@@ -104,32 +112,45 @@ impl Rows {
     }
 
     /// y = map(x, residual); without `x`, y is mapped in place.
-    pub(super) fn map<T: Element>(
+    pub(super) fn map<S: Stored>(
         &self,
         cpu: &Cpu,
-        map: impl Map<T>,
-        x: Option<[&[T]; 2]>,
-        c: Coefficients<T>,
-        y: &mut [T],
+        map: impl Map<S::Compute>,
+        x: Option<[&[S]; 2]>,
+        c: Coefficients<S::Compute>,
+        y: &mut [S],
     ) {
         let c = c.repeated(self.times());
+        let on = (cpu, self.width);
         self.each(cpu, x.is_some(), y, |start, y| {
-            let x = x.map(|both| both.map(|x| &x[start..][..y.len()]));
-            with_activation!(c.activation, act => map_rows(cpu, map, act, x, y, &c));
+            with_activation!(c.activation, act => match x {
+                Some(both) => {
+                    let both = both.map(|x| &x[start..][..y.len()]);
+                    S::write_pieces(on, both, y, |_, both, y| map_rows(cpu, map, act, Some(both), y, &c));
+                }
+                None => S::update_pieces(on, [], y, |_, [], y| map_rows(cpu, map, act, None, y, &c)),
+            });
         });
     }
 
-    pub(super) fn gradient<T: Element>(
+    pub(super) fn gradient<S: Stored>(
         &self,
         cpu: &Cpu,
-        (x, dy): (Option<&[T]>, &[T]),
-        c: Coefficients<T>,
-        dx: &mut [T],
+        (x, dy): (Option<&[S]>, &[S]),
+        c: Coefficients<S::Compute>,
+        dx: &mut [S],
     ) {
         let c = c.repeated(self.times());
+        let on = (cpu, self.width);
         self.each(cpu, x.is_some(), dx, |start, dx| {
-            let (x, dy) = (x.map(|x| &x[start..][..dx.len()]), &dy[start..][..dx.len()]);
-            with_activation!(c.activation, act => gradient_rows(cpu, x, dy, act, dx, &c));
+            let dy = &dy[start..][..dx.len()];
+            with_activation!(c.activation, act => match x {
+                Some(x) => {
+                    let both = [&x[start..][..dx.len()], dy];
+                    S::write_pieces(on, both, dx, |_, [x, dy], dx| gradient_rows(cpu, Some(x), dy, act, dx, &c));
+                }
+                None => S::update_pieces(on, [dy], dx, |_, [dy], dx| gradient_rows(cpu, None, dy, act, dx, &c)),
+            });
         });
     }
 
@@ -137,12 +158,12 @@ impl Rows {
     /// elements; then large outputs are streamed.
     ///
     /// It goes from the last block to the first, because caches still hold what was read last for the sums.
-    fn each<T: Element>(
+    fn each<S: Stored>(
         &self,
         cpu: &Cpu,
         overwrites: bool,
-        out: &mut [T],
-        task: impl Fn(usize, &mut [T]) + Send + Sync,
+        out: &mut [S],
+        task: impl Fn(usize, &mut [S]) + Send + Sync,
     ) {
         let streams = overwrites && stream::pays_to_copy(out);
         cpu.for_each(out.len(), out.chunks_mut(self.block).enumerate().rev(), |(index, out)| {
@@ -151,7 +172,7 @@ impl Rows {
                 return task(start, out);
             }
             let piece = self.width * (STAGED / self.width).max(1);
-            let mut staged = AlignedVec::filled(piece.min(out.len()), T::zero());
+            let mut staged = AlignedVec::filled(piece.min(out.len()), S::default());
             let streaming = Streaming::begin();
             for (index, out) in out.chunks_mut(piece).enumerate() {
                 let staged = &mut staged[..out.len()];

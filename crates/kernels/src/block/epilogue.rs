@@ -63,6 +63,12 @@ impl<'a> Epilogue<'a> {
     /// [`Epilogue::run`] in the buffer of y. There must be no pool.
     pub(super) fn run_in_place(&self, images: Range<usize>, mut y: SliceMut<'_>) -> Result<()> {
         let cpu = self.block.device().compute();
+        if self.residual.is_some() && !y.dtype().computes() {
+            // In two steps, the normalised values would be rounded before the residual is added.
+            let mut z = self.block.device().buffer(y.dtype(), y.len())?;
+            self.run(images, y.as_slice(), z.elements_mut(), None)?;
+            return if cpu.is_dry() { Ok(()) } else { y.copy_from(z.elements()) };
+        }
         normalize_in_place(cpu, &self.block.convolution.output_extent(images.len()), &self.by, y.reborrow())?;
         let Some(residual) = self.residual else { return Ok(()) };
         let mut scratch = None;

@@ -52,7 +52,7 @@ impl ConvAlgorithm for Im2col {
         let workspace = split.workers * columns + weights;
         let tiles = Tiles { problem: *problem, pass, tile_rows, columns };
         let cost = columns_cost(problem, pass, cpu, 0.7);
-        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, kernel_of(problem, tiles)).with_cost(cost))
+        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, kernel_of(problem, tiles)?).with_cost(cost))
     }
 }
 

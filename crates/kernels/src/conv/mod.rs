@@ -5,6 +5,7 @@
 //! it always applies, sums in f64, and is the oracle that the others are tested against.
 
 mod adapters;
+mod bf16;
 mod depthwise;
 mod direct;
 mod even;
@@ -23,6 +24,7 @@ mod tiled;
 mod winograd;
 mod workspace;
 
+pub(crate) use bf16::Unit;
 pub use notation::parse_suite;
 pub use onednn::onednn_version;
 pub use plan::{
@@ -57,10 +59,11 @@ fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
 }
 
 /// Every algorithm: each of the repertoire, followed by the algorithms derived from it (`NAME+relayout`, `NAME+swap`,
-/// `NAME+phases`), and last the reference.
+/// `NAME+phases`, `NAME+widen`), those of bf16, which need none of these, and last the reference.
 pub fn algorithms() -> &'static [Arc<dyn ConvAlgorithm>] {
     static ALGORITHMS: LazyLock<Vec<Arc<dyn ConvAlgorithm>>> = LazyLock::new(|| {
         let mut algorithms: Vec<_> = repertoire().into_iter().flat_map(with_derived).collect();
+        algorithms.extend(Unit::ALL.map(|unit| Arc::new(bf16::Bf16(unit)) as Arc<dyn ConvAlgorithm>));
         algorithms.push(Arc::new(reference::Reference));
         algorithms
     });
@@ -73,7 +76,8 @@ pub fn algorithm(name: &str) -> Option<&'static dyn ConvAlgorithm> {
 }
 
 /// `algorithm`, followed by the algorithms derived from it: `NAME+relayout` runs it on tensors of the other memory format,
-/// `NAME+swap` computes each pass as another pass, `NAME+phases` runs a dilated convolution as one without dilation.
+/// `NAME+swap` computes each pass as another pass, `NAME+phases` runs a dilated convolution as one without dilation, `NAME+widen` runs it on tensors of 16
+/// bits.
 pub(crate) fn with_derived(algorithm: Arc<dyn ConvAlgorithm>) -> Vec<Arc<dyn ConvAlgorithm>> {
     let derived = adapters::derived(&algorithm);
     [algorithm].into_iter().chain(derived).collect()

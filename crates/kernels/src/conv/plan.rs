@@ -154,13 +154,15 @@ pub fn kernel<T: Element>(kernel: impl TypedKernel<T> + 'static) -> Arc<dyn Conv
 }
 
 /// The kernel for the types of `problem`, of one that is written for every type that kernels compute in.
-pub fn kernel_of<K>(problem: &ConvProblem, of: K) -> Arc<dyn ConvKernel>
+///
+/// # Errors
+/// If x and y are only stored in their type: `NAME+widen` runs the algorithm on copies.
+pub fn kernel_of<K>(problem: &ConvProblem, of: K) -> std::result::Result<Arc<dyn ConvKernel>, NotApplicable>
 where
     K: TypedKernel<f32> + TypedKernel<f64> + 'static,
 {
-    let choose = || Ok(dispatch!(problem.types.accumulator, T => kernel::<T>(of)));
-    choose()
-        .unwrap_or_else(|error: Error| unreachable!("a problem computes in its accumulator's type: {error}"))
+    let choose = || Ok(dispatch!(problem.types.input, T => kernel::<T>(of)));
+    choose().map_err(|_: Error| NotApplicable(format!("does not compute in {}", problem.types)))
 }
 
 /// The two inputs and the output of one pass.

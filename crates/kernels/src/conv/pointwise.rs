@@ -51,7 +51,7 @@ impl ConvAlgorithm for Pointwise {
         let workspace = sums + taken;
         let cost = Cost::direct(problem, 0.75 * gemm_efficiency(problem, pass));
         let cost = cost.moving(2 * taken * problem.types.input.size());
-        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, kernel_of(problem, kernel)).with_cost(cost))
+        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, kernel_of(problem, kernel)?).with_cost(cost))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::error::invalid;
 use crate::memory_format::{Extent, MOST_ELEMENTS, MemoryFormat, check_shape};
-use crate::{DType, Error, Result};
+use crate::{DType, Result};
 
 /// One spatial axis of a convolution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -148,6 +148,18 @@ impl ConvTypes {
         ConvTypes { input: dtype, weight: dtype, output: dtype, accumulator: dtype }
     }
 
+    /// The types of a convolution of tensors of this type. Those of 16 bits only store x and y: weights and sums have the type in
+    /// which kernels compute.
+    pub fn of(tensors: DType) -> ConvTypes {
+        let computed = tensors.computed_in();
+        ConvTypes { input: tensors, weight: computed, output: tensors, accumulator: computed }
+    }
+
+    /// Whether all types are the same.
+    pub fn are_one(&self) -> bool {
+        *self == ConvTypes::all(self.input)
+    }
+
     /// Bytes of x, weight and y of a problem.
     pub fn bytes(&self, problem: &ConvProblem) -> usize {
         let bytes = [
@@ -160,20 +172,19 @@ impl ConvTypes {
 
     /// Refuses types that no algorithm takes.
     fn check(&self) -> Result<()> {
-        let operation = "convolution";
-        match (*self == ConvTypes::all(self.input), self.input.computes()) {
-            (true, true) => Ok(()),
-            (true, false) => Err(Error::StorageOnly { operation, dtype: self.input }),
-            (false, _) => Err(invalid(operation, format!("no algorithm takes the types {self}"))),
+        match *self == ConvTypes::of(self.input) {
+            true => Ok(()),
+            false => Err(invalid("convolution", format!("no algorithm takes the types {self}"))),
         }
     }
 }
 
-/// One name if all types are the same, else those of input, weight, output and accumulator: `bf16_bf16_f32_f32`.
+/// The name of the tensors' type if the others follow from it, as in [`ConvTypes::of`]; else the names of the types of input, weight,
+/// output and accumulator: `bf16_bf16_f32_f32`.
 impl std::fmt::Display for ConvTypes {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let ConvTypes { input, weight, output, accumulator } = self;
-        match *self == ConvTypes::all(*input) {
+        match *self == ConvTypes::of(*input) {
             true => write!(f, "{input}"),
             false => write!(f, "{input}_{weight}_{output}_{accumulator}"),
         }
@@ -238,7 +249,8 @@ impl ConvProblem {
     ///
     /// # Errors
     /// A size of zero, groups that do not divide the channels, a kernel larger than the padded input, a tensor of
-    /// more than 2^40 elements, more than 2^61 images x channels x size of one padded axis, a type that is for storage only.
+    /// more than 2^40 elements, more than 2^61 images x channels x size of one padded axis, types other than those of
+    /// [`ConvTypes::of`].
     pub fn new(spec: ConvSpec) -> Result<ConvProblem> {
         let bad = |reason: String| Err(invalid("convolution", reason));
         spec.types.check()?;

@@ -1,8 +1,10 @@
 //! The plain reference: the definition of each pass as loops, summed in f64. It always applies and is the oracle for tests.
 
-use super::plan::{ConvAlgorithm, ConvPlan, Cost, NotApplicable, TypedKernel, kernel_of};
-use super::problem::{ConvProblem, Pass};
-use crate::{Cpu, Element, MemoryFormat};
+use std::sync::Arc;
+
+use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, NotApplicable};
+use super::problem::{ConvProblem, ConvTypes, Pass};
+use crate::{Cpu, MemoryFormat, Result, Slice, SliceMut, Stored, dispatch_stored};
 
 /// Convolution by its definition.
 ///
@@ -22,8 +24,13 @@ impl ConvAlgorithm for Reference {
         1
     }
 
-    fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
-        let kernel = kernel_of(problem, Loops { problem: *problem, pass });
+    fn plan(
+        &self,
+        problem: &ConvProblem,
+        pass: Pass,
+        cpu: &Cpu,
+    ) -> std::result::Result<ConvPlan, NotApplicable> {
+        let kernel = Arc::new(Loops { problem: *problem, pass });
         let cost = Cost::direct(problem, 0.003);
         Ok(ConvPlan::new(self, (problem, pass), cpu, 0, kernel).with_cost(cost))
     }
@@ -72,29 +79,49 @@ impl Strides {
 }
 
 /// One element of the output, summed in f64.
-pub(crate) fn element<T: Element>(
+pub(crate) fn element<A: Stored, B: Stored>(
     problem: &ConvProblem,
     pass: Pass,
-    [a, b]: [&[T]; 2],
+    (a, b): (&[A], &[B]),
     offset: usize,
 ) -> f64 {
     Loops { problem: *problem, pass }.element(offset, a, b)
 }
 
-impl<T: Element> TypedKernel<T> for Loops {
-    fn run(&self, cpu: &Cpu, [a, b]: [&[T]; 2], output: &mut [T], _workspace: &mut [T]) {
-        let work = self.problem.flops() as usize;
-        let chunk = output.len().div_ceil(8 * cpu.threads()).max(1);
-        cpu.for_each(work, output.chunks_mut(chunk).enumerate(), |(index, chunk_out)| {
-            for (offset, value) in chunk_out.iter_mut().enumerate() {
-                *value = T::of(self.element(index * chunk + offset, a, b));
+impl ConvKernel for Loops {
+    fn types(&self) -> ConvTypes {
+        self.problem.types
+    }
+
+    fn run(
+        &self,
+        cpu: &Cpu,
+        [a, b]: [Slice<'_>; 2],
+        output: SliceMut<'_>,
+        _workspace: SliceMut<'_>,
+    ) -> Result<()> {
+        dispatch_stored!(self.problem.types.input, S => match self.pass {
+            Pass::BackwardWeights => {
+                self.typed::<S, S, <S as Stored>::Compute>(cpu, (a.of()?, b.of()?), output.of()?);
             }
+            _ => self.typed::<S, <S as Stored>::Compute, S>(cpu, (a.of()?, b.of()?), output.of()?),
         });
+        Ok(())
     }
 }
 
 impl Loops {
-    fn element<T: Element>(&self, offset: usize, a: &[T], b: &[T]) -> f64 {
+    fn typed<A: Stored, B: Stored, O: Stored>(&self, cpu: &Cpu, (a, b): (&[A], &[B]), output: &mut [O]) {
+        let work = self.problem.flops() as usize;
+        let chunk = output.len().div_ceil(8 * cpu.threads()).max(1);
+        cpu.for_each(work, output.chunks_mut(chunk).enumerate(), |(index, chunk_out)| {
+            for (offset, value) in chunk_out.iter_mut().enumerate() {
+                *value = O::of(self.element(index * chunk + offset, a, b));
+            }
+        });
+    }
+
+    fn element<A: Stored, B: Stored>(&self, offset: usize, a: &[A], b: &[B]) -> f64 {
         match self.pass {
             Pass::Forward => self.y(offset, a, b),
             Pass::BackwardData => self.dx(offset, a, b),
@@ -102,7 +129,7 @@ impl Loops {
         }
     }
 
-    fn y<T: Element>(&self, offset: usize, x: &[T], weight: &[T]) -> f64 {
+    fn y<A: Stored, B: Stored>(&self, offset: usize, x: &[A], weight: &[B]) -> f64 {
         let p = &self.problem;
         let x_at = Strides::new(p.format, p.input_shape());
         let w_at = Strides::new(MemoryFormat::Contiguous, p.weight_shape());
@@ -122,7 +149,7 @@ impl Loops {
         sum
     }
 
-    fn dx<T: Element>(&self, offset: usize, dy: &[T], weight: &[T]) -> f64 {
+    fn dx<A: Stored, B: Stored>(&self, offset: usize, dy: &[A], weight: &[B]) -> f64 {
         let p = &self.problem;
         let x_at = Strides::new(p.format, p.input_shape());
         let w_at = Strides::new(MemoryFormat::Contiguous, p.weight_shape());
@@ -143,7 +170,7 @@ impl Loops {
         sum
     }
 
-    fn dweight<T: Element>(&self, offset: usize, x: &[T], dy: &[T]) -> f64 {
+    fn dweight<A: Stored, B: Stored>(&self, offset: usize, x: &[A], dy: &[B]) -> f64 {
         let p = &self.problem;
         let x_at = Strides::new(p.format, p.input_shape());
         let w_at = Strides::new(MemoryFormat::Contiguous, p.weight_shape());

@@ -4,7 +4,7 @@ use std::ops::{Deref, DerefMut};
 
 use convoke_memory::OutOfMemory;
 
-use crate::Element;
+use crate::Stored;
 
 /// A run of elements that starts on a cache line.
 pub(crate) struct AlignedVec<T> {
@@ -16,7 +16,7 @@ pub(crate) struct AlignedVec<T> {
 /// Bytes of a cache line.
 pub(crate) const LINE_BYTES: usize = 64;
 
-impl<T: Element> AlignedVec<T> {
+impl<T: Stored> AlignedVec<T> {
     /// `len` elements of this value. Aborts if there is no memory, so use it only for sizes as small as a row of a tensor.
     pub(crate) fn filled(len: usize, value: T) -> AlignedVec<T> {
         let slack = LINE_BYTES / size_of::<T>();
@@ -37,7 +37,7 @@ impl<T: Element> AlignedVec<T> {
 
     /// `values`, `times` times in a row.
     pub(crate) fn repeat(values: &[T], times: usize) -> AlignedVec<T> {
-        let mut all = AlignedVec::filled(values.len() * times, T::zero());
+        let mut all = AlignedVec::filled(values.len() * times, T::default());
         all.chunks_exact_mut(values.len().max(1)).for_each(|part| part.copy_from_slice(values));
         all
     }

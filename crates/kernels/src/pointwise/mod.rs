@@ -82,7 +82,7 @@ use crate::error::{check_len, invalid};
 use crate::isa::multiversion;
 use crate::operand::kernels;
 use crate::profile::span;
-use crate::{Cpu, DType, Element, Result};
+use crate::{Cpu, DType, Element, Result, Stored};
 
 /// What the backward pass of a function reads besides the upstream gradient. Where input and output both would do, it is the
 /// output: the next operation usually keeps it anyway.
@@ -170,13 +170,15 @@ kernels! {
     ///
     /// # Errors
     /// If the lengths differ, or a parameter makes no sense ([`Pointwise::check`]).
-    pub fn pointwise<T>(cpu: &Cpu, function: Pointwise; x: &[T]; y: &mut [T]) -> Result<()> {
+    pub fn pointwise<S: Stored>(cpu: &Cpu, function: Pointwise; x: &[S]; y: &mut [S]) -> Result<()> {
         span!("pointwise", x, y);
         check_len(function.name(), "y", y.len(), x.len())?;
-        function.check(T::DTYPE)?;
+        function.check(S::Compute::DTYPE)?;
         let (work, items) = (function.cost().saturating_mul(x.len()), chunks(x).zip(chunks_mut(y)));
         cpu.for_each(work, items, |(x, y)| {
-            with_formula!(function, formula => forward_chunk(cpu, formula, x, y));
+            with_formula!(function, formula => {
+                S::write_pieces((cpu, 1), [x], y, |_, [x], y| forward_chunk(cpu, formula, x, y));
+            });
         });
         Ok(())
     }
@@ -185,17 +187,19 @@ kernels! {
     ///
     /// # Errors
     /// As [`pointwise`].
-    pub fn pointwise_backward<T>(cpu: &Cpu, function: Pointwise; saved: &[T], dy: &[T]; dx: &mut [T]) -> Result<()> {
+    pub fn pointwise_backward<S: Stored>(cpu: &Cpu, function: Pointwise; saved: &[S], dy: &[S]; dx: &mut [S]) -> Result<()> {
         span!("pointwise backward", saved, dy, dx);
         let (operation, nothing) = (function.name(), function.saves() == Saves::Nothing);
         check_len(operation, "dx", dx.len(), dy.len())?;
         check_len(operation, "what forward saved", saved.len(), if nothing { 0 } else { dy.len() })?;
-        function.check(T::DTYPE)?;
+        function.check(S::Compute::DTYPE)?;
         let saved = if nothing { dy } else { saved };
         let work = function.cost().saturating_mul(dy.len());
         let items = chunks(saved).zip(chunks(dy)).zip(chunks_mut(dx));
         cpu.for_each(work, items, |((saved, dy), dx)| {
-            with_formula!(function, formula => backward_chunk(cpu, formula, saved, dy, dx));
+            with_formula!(function, formula => {
+                S::write_pieces((cpu, 1), [saved, dy], dx, |_, [saved, dy], dx| backward_chunk(cpu, formula, saved, dy, dx));
+            });
         });
         Ok(())
     }
@@ -204,13 +208,15 @@ kernels! {
     ///
     /// # Errors
     /// As [`pointwise`].
-    pub fn pointwise_backward_in_place<T>(cpu: &Cpu, function: Pointwise; saved: &[T]; g: &mut [T]) -> Result<()> {
+    pub fn pointwise_backward_in_place<S: Stored>(cpu: &Cpu, function: Pointwise; saved: &[S]; g: &mut [S]) -> Result<()> {
         span!("pointwise backward", saved, g, g);
         check_len(function.name(), "what forward saved", saved.len(), g.len())?;
-        function.check(T::DTYPE)?;
+        function.check(S::Compute::DTYPE)?;
         let (work, items) = (function.cost().saturating_mul(g.len()), chunks(saved).zip(chunks_mut(g)));
         cpu.for_each(work, items, |(saved, g)| {
-            with_formula!(function, formula => backward_in_place_chunk(cpu, formula, saved, g));
+            with_formula!(function, formula => {
+                S::update_pieces((cpu, 1), [saved], g, |_, [saved], g| backward_in_place_chunk(cpu, formula, saved, g));
+            });
         });
         Ok(())
     }

@@ -104,7 +104,7 @@ kernels! {
     ///
     /// # Errors
     /// If a length is not the problem's.
-    pub fn adaptive_average_pool<T>(cpu: &Cpu, problem: &AdaptivePool; x: &[T]; y: &mut [T]) -> Result<()> {
+    pub fn adaptive_average_pool<T: Element>(cpu: &Cpu, problem: &AdaptivePool; x: &[T]; y: &mut [T]) -> Result<()> {
         if problem.is_global() {
             return global_average_pool(cpu, &problem.input_extent(), x.into(), y.into());
         }
@@ -119,7 +119,7 @@ kernels! {
     ///
     /// # Errors
     /// As [`adaptive_average_pool`].
-    pub fn adaptive_average_pool_backward<T>(cpu: &Cpu, problem: &AdaptivePool; dy: &[T]; dx: &mut [T]) -> Result<()> {
+    pub fn adaptive_average_pool_backward<T: Element>(cpu: &Cpu, problem: &AdaptivePool; dy: &[T]; dx: &mut [T]) -> Result<()> {
         if problem.is_global() {
             return global_average_pool_backward(cpu, &problem.input_extent(), dy.into(), dx.into());
         }
@@ -138,10 +138,10 @@ kernels! {
     ///
     /// # Errors
     /// If a length is not the problem's, or a plane has more places than u32 counts.
-    pub fn adaptive_max_pool<T>(
+    pub fn adaptive_max_pool<S: Stored>(
         cpu: &Cpu, problem: &AdaptivePool, places: &mut [u32];
-        x: &[T];
-        y: &mut [T]
+        x: &[S];
+        y: &mut [S]
     ) -> Result<()> {
         let operation = "adaptive max pooling";
         crate::profile::span!("adaptive max pooling", x, y);
@@ -158,7 +158,9 @@ kernels! {
         if problem.is_global() && lanes == 1 {
             let (plane, planes) = (height * width, TASK.div_ceil(height * width));
             let items = x.chunks(planes * plane).zip(y.chunks_mut(planes).zip(places.chunks_mut(planes)));
-            cpu.for_each(x.len(), items, |(x, (y, places))| largest_of_planes(cpu, plane, x, y, places));
+            cpu.for_each(x.len(), items, |(x, (y, places))| {
+                S::map_pieces(cpu, x, y, |x, y| largest_of_planes(cpu, plane, x, y, places));
+            });
             return Ok(());
         }
         let (plane, y_row) = (height * width * lanes, columns * lanes);
@@ -167,17 +169,19 @@ kernels! {
         cpu.for_each(x.len(), items, |(row, (y, places))| {
             let x = &x[row / rows * plane..][..plane];
             let lines = problem.window(0, row % rows);
-            let outputs = y.chunks_mut(lanes).zip(places.chunks_mut(lanes));
-            for (columns, (y, places)) in windows.iter().zip(outputs) {
-                let first = lines.start * width + columns.start;
-                y.copy_from_slice(&x[first * lanes..][..lanes]);
-                places.fill(first as u32);
-                for line in lines.clone() {
-                    let start = line * width + columns.start;
-                    let pixels = &x[start * lanes..][..columns.len() * lanes];
-                    keep_larger(cpu, start as u32, pixels, y, places);
+            S::map_pieces(cpu, x, y, |x, y| {
+                let outputs = y.chunks_mut(lanes).zip(places.chunks_mut(lanes));
+                for (columns, (y, places)) in windows.iter().zip(outputs) {
+                    let first = lines.start * width + columns.start;
+                    y.copy_from_slice(&x[first * lanes..][..lanes]);
+                    places.fill(first as u32);
+                    for line in lines.clone() {
+                        let start = line * width + columns.start;
+                        let pixels = &x[start * lanes..][..columns.len() * lanes];
+                        keep_larger(cpu, start as u32, pixels, y, places);
+                    }
                 }
-            }
+            });
         });
         Ok(())
     }
@@ -186,10 +190,10 @@ kernels! {
     ///
     /// # Errors
     /// If a length is not the problem's. Places that are not in a plane are ignored.
-    pub fn adaptive_max_pool_backward<T>(
+    pub fn adaptive_max_pool_backward<S: Stored>(
         cpu: &Cpu, problem: &AdaptivePool, places: &[u32];
-        dy: &[T];
-        dx: &mut [T]
+        dy: &[S];
+        dx: &mut [S]
     ) -> Result<()> {
         let operation = "adaptive max pooling backward";
         crate::profile::span!("adaptive max pooling backward", dy, dx);
@@ -203,15 +207,17 @@ kernels! {
         let items = dx.chunks_mut(planes * input);
         let items = items.zip(dy.chunks(planes * output).zip(places.chunks(planes * output)));
         cpu.for_each(work, items, |(dx, (dy, places))| {
-            dx.fill(T::zero());
-            let sources = dy.chunks(output).zip(places.chunks(output));
-            for (dx, (dy, places)) in dx.chunks_mut(input).zip(sources) {
-                for (index, (&dy, &place)) in dy.iter().zip(places).enumerate() {
-                    if let Some(dx) = dx.get_mut(place as usize * lanes + index % lanes) {
-                        *dx += dy;
+            S::map_pieces(cpu, dy, dx, |dy, dx| {
+                dx.fill(S::Compute::default());
+                let sources = dy.chunks(output).zip(places.chunks(output));
+                for (dx, (dy, places)) in dx.chunks_mut(input).zip(sources) {
+                    for (index, (&dy, &place)) in dy.iter().zip(places).enumerate() {
+                        if let Some(dx) = dx.get_mut(place as usize * lanes + index % lanes) {
+                            *dx += dy;
+                        }
                     }
                 }
-            }
+            });
         });
         Ok(())
     }

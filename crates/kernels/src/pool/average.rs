@@ -6,6 +6,7 @@ use crate::conv::ConvAxis;
 use crate::error::invalid;
 use crate::isa::multiversion;
 use crate::operand::kernels;
+
 use crate::{Cpu, Element, Result};
 
 /// What the sum over a window is divided by.
@@ -56,22 +57,24 @@ kernels! {
     ///
     /// # Errors
     /// If a length is not the problem's, the problem has dilation, or the divisor is 0.
-    pub fn average_pool<T>(cpu: &Cpu, problem: &PoolProblem, divisor: Divisor; x: &[T]; y: &mut [T]) -> Result<()> {
+    pub fn average_pool<S: Stored>(cpu: &Cpu, problem: &PoolProblem, divisor: Divisor; x: &[S]; y: &mut [S]) -> Result<()> {
         crate::profile::span!("average pooling", x, y);
         problem.input_extent().check("average pooling", &[("x", x.len())])?;
         problem.output_extent().check("average pooling", &[("y", y.len())])?;
         check(problem, divisor)?;
-        let shares = problem.shares::<T>(divisor);
+        let shares = problem.shares::<S::Compute>(divisor);
         let (input, output, lanes) = problem.task();
         let stride = problem.width.stride;
         cpu.for_each(x.len(), x.chunks(input).zip(y.chunks_mut(output)), |(x, y)| {
-            y.fill(T::zero());
-            problem.each_run(|run| {
-                add_run(cpu, stride, lanes, &x[run.input * lanes..], &mut y[run.outputs(lanes)]);
+            S::map_pieces(cpu, x, y, |x, y| {
+                y.fill(S::Compute::default());
+                problem.each_run(|run| {
+                    add_run(cpu, stride, lanes, &x[run.input * lanes..], &mut y[run.outputs(lanes)]);
+                });
+                for (y, &share) in y.chunks_mut(lanes).zip(&shares) {
+                    y.iter_mut().for_each(|y| *y *= share);
+                }
             });
-            for (y, &share) in y.chunks_mut(lanes).zip(&shares) {
-                y.iter_mut().for_each(|y| *y *= share);
-            }
         });
         Ok(())
     }
@@ -80,23 +83,25 @@ kernels! {
     ///
     /// # Errors
     /// As [`average_pool`].
-    pub fn average_pool_backward<T>(
+    pub fn average_pool_backward<S: Stored>(
         cpu: &Cpu, problem: &PoolProblem, divisor: Divisor;
-        dy: &[T];
-        dx: &mut [T]
+        dy: &[S];
+        dx: &mut [S]
     ) -> Result<()> {
         crate::profile::span!("average pooling backward", dy, dx);
         problem.input_extent().check("average pooling backward", &[("dx", dx.len())])?;
         problem.output_extent().check("average pooling backward", &[("dy", dy.len())])?;
         check(problem, divisor)?;
-        let shares = problem.shares::<T>(divisor);
+        let shares = problem.shares::<S::Compute>(divisor);
         let (input, output, lanes) = problem.task();
         let stride = problem.width.stride;
         cpu.for_each(dx.len(), dx.chunks_mut(input).zip(dy.chunks(output)), |(dx, dy)| {
-            dx.fill(T::zero());
-            problem.each_run(|run| {
-                let (dy, shares) = (&dy[run.outputs(lanes)], &shares[run.output..run.output + run.len]);
-                spread_run(cpu, stride, lanes, dy, shares, &mut dx[run.input * lanes..]);
+            S::map_pieces(cpu, dy, dx, |dy, dx| {
+                dx.fill(S::Compute::default());
+                problem.each_run(|run| {
+                    let (dy, shares) = (&dy[run.outputs(lanes)], &shares[run.output..run.output + run.len]);
+                    spread_run(cpu, stride, lanes, dy, shares, &mut dx[run.input * lanes..]);
+                });
             });
         });
         Ok(())

@@ -5,7 +5,7 @@ use crate::error::{check_len, invalid};
 use crate::isa::multiversion;
 use crate::memory_format::{Extent, MemoryFormat};
 use crate::operand::kernels;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, Stored};
 
 /// The approximate number of elements in a task.
 const TASK: usize = 1 << 15;
@@ -17,7 +17,7 @@ kernels! {
     ///
     /// # Errors
     /// If a length does not fit the extent.
-    pub fn global_average_pool<T>(cpu: &Cpu, extent: &Extent; x: &[T]; y: &mut [T]) -> Result<()> {
+    pub fn global_average_pool<S: Stored>(cpu: &Cpu, extent: &Extent; x: &[S]; y: &mut [S]) -> Result<()> {
         crate::profile::span!("global average pooling", x, y);
         check("global average pooling", extent, [("x", x.len()), ("y", y.len())])?;
         if x.is_empty() {
@@ -29,7 +29,9 @@ kernels! {
             let planes = TASK.div_ceil(spatial);
             cpu.for_each(x.len(), x.chunks(planes * spatial).zip(y.chunks_mut(planes)), |(x, y)| {
                 for (x, y) in x.chunks(spatial).zip(y) {
-                    *y = T::of(sum_plane(cpu, x) * share);
+                    let mut sum = 0.0;
+                    S::read_pieces((cpu, 1), [x], |_, [x]| sum += sum_plane(cpu, x));
+                    *y = S::of(sum * share);
                 }
             });
             return Ok(());
@@ -39,21 +41,24 @@ kernels! {
         let parts = TASKS.div_ceil(extent.batch).min(image.div_ceil(TASK));
         let part = spatial.div_ceil(parts) * channels;
         let parts = image.div_ceil(part);
+        let sum_pixels = |x: &[S], sums: &mut [f64]| {
+            S::read_pieces((cpu, channels), [x], |_, [x]| sum_pixels(cpu, x, sums));
+        };
         if parts == 1 {
             cpu.for_each(x.len(), x.chunks(image).zip(y.chunks_mut(channels)), |(x, y)| {
                 let mut sums = vec![0.0; channels];
-                sum_pixels(cpu, x, &mut sums);
-                y.iter_mut().zip(sums).for_each(|(y, sum)| *y = T::of(sum * share));
+                sum_pixels(x, &mut sums);
+                y.iter_mut().zip(sums).for_each(|(y, sum)| *y = S::of(sum * share));
             });
             return Ok(());
         }
         let mut sums = vec![0.0; extent.batch * parts * channels];
         let pieces = x.chunks(image).flat_map(|image| image.chunks(part));
-        cpu.for_each(x.len(), pieces.zip(sums.chunks_mut(channels)), |(x, sums)| sum_pixels(cpu, x, sums));
+        cpu.for_each(x.len(), pieces.zip(sums.chunks_mut(channels)), |(x, sums)| sum_pixels(x, sums));
         cpu.for_each(y.len(), y.chunks_mut(channels).zip(sums.chunks(parts * channels)), |(y, sums)| {
             for (channel, y) in y.iter_mut().enumerate() {
                 let sum: f64 = sums[channel..].iter().step_by(channels).sum();
-                *y = T::of(sum * share);
+                *y = S::of(sum * share);
             }
         });
         Ok(())
@@ -63,18 +68,18 @@ kernels! {
     ///
     /// # Errors
     /// As [`global_average_pool`].
-    pub fn global_average_pool_backward<T>(cpu: &Cpu, extent: &Extent; dy: &[T]; dx: &mut [T]) -> Result<()> {
+    pub fn global_average_pool_backward<S: Stored>(cpu: &Cpu, extent: &Extent; dy: &[S]; dx: &mut [S]) -> Result<()> {
         crate::profile::span!("global average pooling backward", dy, dx);
         check("global average pooling backward", extent, [("dx", dx.len()), ("dy", dy.len())])?;
         if dx.is_empty() {
             return Ok(());
         }
         let &Extent { channels, spatial, format, .. } = extent;
-        let share = T::of(1.0 / spatial as f64);
+        let share = S::Compute::of(1.0 / spatial as f64);
         if format == MemoryFormat::Contiguous {
             let planes = TASK.div_ceil(spatial);
             cpu.for_each(dx.len(), dx.chunks_mut(planes * spatial).zip(dy.chunks(planes)), |(dx, dy)| {
-                dx.chunks_mut(spatial).zip(dy).for_each(|(dx, &dy)| dx.fill(dy * share));
+                dx.chunks_mut(spatial).zip(dy).for_each(|(dx, &dy)| dx.fill(S::of((dy.wide() * share).f64())));
             });
             return Ok(());
         }
@@ -82,7 +87,11 @@ kernels! {
         let part = TASK.div_ceil(channels) * channels;
         let pieces = dx.chunks_mut(image).zip(dy.chunks(channels));
         let pieces = pieces.flat_map(|(image, dy)| image.chunks_mut(part).map(move |piece| (piece, dy)));
-        cpu.for_each(dy.len() * spatial, pieces, |(dx, dy)| spread_pixels(cpu, share, dy, dx));
+        cpu.for_each(dy.len() * spatial, pieces, |(dx, dy)| {
+            S::read_pieces((cpu, channels), [dy], |_, [dy]| {
+                S::write_pieces((cpu, channels), [], dx, |_, [], dx| spread_pixels(cpu, share, dy, dx));
+            });
+        });
         Ok(())
     }
 }

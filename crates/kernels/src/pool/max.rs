@@ -3,7 +3,7 @@
 use super::{PoolProblem, WindowIndex, max_runs, max_windows};
 use crate::error::{check_len, invalid};
 use crate::profile::span;
-use crate::{Cpu, Element, Result, Slice, SliceMut, dispatch};
+use crate::{Cpu, Result, Slice, SliceMut, Stored, dispatch_stored};
 
 /// The names of the passes in errors.
 const FORWARD: &str = "max pooling";
@@ -96,22 +96,22 @@ impl MaxPoolAlgorithm {
         span!("max pooling", x, y);
         problem.input_extent().check(FORWARD, &[("x", x.len())])?;
         problem.output_extent().check(FORWARD, &[("y", y.len())])?;
-        dispatch!(FORWARD, x.dtype(), T => {
-            let (x, y) = (x.of::<T>()?, y.of::<T>()?);
+        dispatch_stored!(x.dtype(), S => {
+            let (x, y) = (x.of::<S>()?, y.of::<S>()?);
             match indices {
-                None => self.typed_forward::<T, u16>(cpu, problem, x, y, None),
+                None => self.typed_forward::<S, u16>(cpu, problem, x, y, None),
                 Some(WindowIndicesMut::Bytes(indices)) => self.typed_forward(cpu, problem, x, y, Some(indices)),
                 Some(WindowIndicesMut::Shorts(indices)) => self.typed_forward(cpu, problem, x, y, Some(indices)),
             }
         })
     }
 
-    fn typed_forward<T: Element, I: WindowIndex>(
+    fn typed_forward<S: Stored, I: WindowIndex>(
         self,
         cpu: &Cpu,
         problem: &PoolProblem,
-        x: &[T],
-        y: &mut [T],
+        x: &[S],
+        y: &mut [S],
         indices: Option<&mut [I]>,
     ) -> Result<()> {
         check_index::<I>(FORWARD, problem)?;
@@ -140,8 +140,8 @@ impl MaxPoolAlgorithm {
         span!("max pooling backward", dy, dx);
         problem.input_extent().check(BACKWARD, &[("dx", dx.len())])?;
         problem.output_extent().check(BACKWARD, &[("dy", dy.len())])?;
-        dispatch!(BACKWARD, dy.dtype(), T => {
-            let (dy, dx) = (dy.of::<T>()?, dx.of::<T>()?);
+        dispatch_stored!(dy.dtype(), S => {
+            let (dy, dx) = (dy.of::<S>()?, dx.of::<S>()?);
             match indices {
                 WindowIndices::Bytes(indices) => self.typed_backward(cpu, problem, dy, indices, dx),
                 WindowIndices::Shorts(indices) => self.typed_backward(cpu, problem, dy, indices, dx),
@@ -149,13 +149,13 @@ impl MaxPoolAlgorithm {
         })
     }
 
-    fn typed_backward<T: Element, I: WindowIndex>(
+    fn typed_backward<S: Stored, I: WindowIndex>(
         self,
         cpu: &Cpu,
         problem: &PoolProblem,
-        dy: &[T],
+        dy: &[S],
         indices: &[I],
-        dx: &mut [T],
+        dx: &mut [S],
     ) -> Result<()> {
         check_len(BACKWARD, "the indices", indices.len(), dy.len())?;
         check_index::<I>(BACKWARD, problem)?;

@@ -4,7 +4,7 @@ use super::runs::{span, strided};
 use super::{PoolProblem, WindowIndex};
 use crate::conv::ConvAxis;
 use crate::isa::multiversion;
-use crate::{Cpu, Element};
+use crate::{Cpu, Element, Stored};
 
 impl PoolProblem {
     /// For each output pixel, the first element of its window that lies inside the input; 0 for a window that is all padding.
@@ -31,11 +31,11 @@ impl PoolProblem {
     }
 }
 
-pub(super) fn forward<T: Element, I: WindowIndex>(
+pub(super) fn forward<S: Stored, I: WindowIndex>(
     cpu: &Cpu,
     problem: &PoolProblem,
-    x: &[T],
-    y: &mut [T],
+    x: &[S],
+    y: &mut [S],
     indices: Option<&mut [I]>,
 ) {
     let (input, output, lanes) = problem.task();
@@ -45,49 +45,55 @@ pub(super) fn forward<T: Element, I: WindowIndex>(
             let first_taps = problem.first_taps::<I>();
             let items = x.chunks(input).zip(y.chunks_mut(output)).zip(indices.chunks_mut(output));
             cpu.for_each(x.len(), items, |((x, y), indices)| {
-                y.fill(T::neg_infinity());
                 for (indices, &tap) in indices.chunks_mut(lanes).zip(&first_taps) {
                     indices.fill(tap);
                 }
-                problem.each_run(|run| {
-                    let (x, range) = (&x[run.input * lanes..], run.outputs(lanes));
-                    let (y, indices) = (&mut y[range.clone()], &mut indices[range]);
-                    max_with_index(cpu, stride, lanes, I::store(run.tap), x, y, indices);
+                S::map_pieces(cpu, x, y, |x, y| {
+                    y.fill(S::Compute::of(f64::NEG_INFINITY));
+                    problem.each_run(|run| {
+                        let (x, range) = (&x[run.input * lanes..], run.outputs(lanes));
+                        let (y, indices) = (&mut y[range.clone()], &mut indices[range]);
+                        max_with_index(cpu, stride, lanes, I::store(run.tap), x, y, indices);
+                    });
                 });
             });
         }
         None => cpu.for_each(x.len(), x.chunks(input).zip(y.chunks_mut(output)), |(x, y)| {
-            y.fill(T::neg_infinity());
-            problem.each_run(|run| {
-                max_only(cpu, stride, lanes, &x[run.input * lanes..], &mut y[run.outputs(lanes)]);
+            S::map_pieces(cpu, x, y, |x, y| {
+                y.fill(S::Compute::of(f64::NEG_INFINITY));
+                problem.each_run(|run| {
+                    max_only(cpu, stride, lanes, &x[run.input * lanes..], &mut y[run.outputs(lanes)]);
+                });
             });
         }),
     }
 }
 
-pub(super) fn backward<T: Element, I: WindowIndex>(
+pub(super) fn backward<S: Stored, I: WindowIndex>(
     cpu: &Cpu,
     problem: &PoolProblem,
-    dy: &[T],
+    dy: &[S],
     indices: &[I],
-    dx: &mut [T],
+    dx: &mut [S],
 ) {
     let (input, output, lanes) = problem.task();
     let (work, stride) = (dx.len(), problem.width.stride);
     let [covered, disjoint] = problem.windows();
     let items = dx.chunks_mut(input).zip(dy.chunks(output)).zip(indices.chunks(output));
     cpu.for_each(work, items, |((dx, dy), indices)| {
-        if !(covered && disjoint) {
-            dx.fill(T::zero());
-        }
-        problem.each_run(|run| {
-            let range = run.outputs(lanes);
-            let (tap, dy, indices) = (I::store(run.tap), &dy[range.clone()], &indices[range]);
-            let dx = &mut dx[run.input * lanes..];
-            match disjoint {
-                true => write_where_taken(cpu, stride, lanes, tap, dy, indices, dx),
-                false => add_where_taken(cpu, stride, lanes, tap, dy, indices, dx),
+        S::map_pieces(cpu, dy, dx, |dy, dx| {
+            if !(covered && disjoint) {
+                dx.fill(S::Compute::default());
             }
+            problem.each_run(|run| {
+                let range = run.outputs(lanes);
+                let (tap, dy, indices) = (I::store(run.tap), &dy[range.clone()], &indices[range]);
+                let dx = &mut dx[run.input * lanes..];
+                match disjoint {
+                    true => write_where_taken(cpu, stride, lanes, tap, dy, indices, dx),
+                    false => add_where_taken(cpu, stride, lanes, tap, dy, indices, dx),
+                }
+            });
         });
     });
 }

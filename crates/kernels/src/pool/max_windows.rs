@@ -8,7 +8,7 @@ use super::{PoolProblem, WindowIndex};
 use crate::conv::ConvAxis;
 use crate::isa::multiversion;
 use crate::memory_format::MemoryFormat;
-use crate::{Cpu, Element, simd};
+use crate::{Cpu, Element, Stored, simd};
 
 /// A pair of places along an axis: an output and an input that its window covers.
 #[derive(Clone, Copy)]
@@ -120,11 +120,11 @@ impl WindowIndex for Unrecorded {
     }
 }
 
-pub(super) fn forward<T: Element, I: WindowIndex>(
+pub(super) fn forward<S: Stored, I: WindowIndex>(
     cpu: &Cpu,
     problem: &PoolProblem,
-    x: &[T],
-    y: &mut [T],
+    x: &[S],
+    y: &mut [S],
     indices: Option<&mut [I]>,
 ) {
     match indices {
@@ -134,11 +134,11 @@ pub(super) fn forward<T: Element, I: WindowIndex>(
     }
 }
 
-fn forward_into<T: Element, I: WindowIndex>(
+fn forward_into<S: Stored, I: WindowIndex>(
     cpu: &Cpu,
     problem: &PoolProblem,
-    x: &[T],
-    y: &mut [T],
+    x: &[S],
+    y: &mut [S],
     indices: &mut [I],
 ) {
     let (input, output, lanes) = problem.task();
@@ -150,31 +150,33 @@ fn forward_into<T: Element, I: WindowIndex>(
     cpu.for_each(x.len(), items, |((x, y), indices)| {
         let (mut window, mut rows) = (Window::new(), Vec::new());
         let row_len = width.output() * lanes;
-        for (place, (y, indices)) in y.chunks_mut(row_len).zip(indices.chunks_mut(row_len)).enumerate() {
-            let (image, oh) = (place / height.output(), place % height.output());
-            let x = &x[image * input..][..input];
-            rows.clear();
-            rows.extend(inputs(height, oh));
-            y.fill(T::neg_infinity());
-            for segment in &segments {
-                window.set(&rows, &segment.taps, width.kernel, width.input, lanes);
-                let range = segment.first * lanes..(segment.first + segment.len) * lanes;
-                let (y, indices) = (&mut y[range.clone()], &mut indices[range]);
-                indices.fill(window.elements.first().copied().unwrap_or(I::store(0)));
-                window.each_part(|elements, sources| {
-                    maxima(cpu, elements, sources, [segment.len, lanes, width.stride], x, y, indices);
-                });
+        S::map_pieces(cpu, x, y, |x, y| {
+            for (place, (y, indices)) in y.chunks_mut(row_len).zip(indices.chunks_mut(row_len)).enumerate() {
+                let (image, oh) = (place / height.output(), place % height.output());
+                let x = &x[image * input..][..input];
+                rows.clear();
+                rows.extend(inputs(height, oh));
+                y.fill(S::Compute::of(f64::NEG_INFINITY));
+                for segment in &segments {
+                    window.set(&rows, &segment.taps, width.kernel, width.input, lanes);
+                    let range = segment.first * lanes..(segment.first + segment.len) * lanes;
+                    let (y, indices) = (&mut y[range.clone()], &mut indices[range]);
+                    indices.fill(window.elements.first().copied().unwrap_or(I::store(0)));
+                    window.each_part(|elements, sources| {
+                        maxima(cpu, elements, sources, [segment.len, lanes, width.stride], x, y, indices);
+                    });
+                }
             }
-        }
+        });
     });
 }
 
-pub(super) fn backward<T: Element, I: WindowIndex>(
+pub(super) fn backward<S: Stored, I: WindowIndex>(
     cpu: &Cpu,
     problem: &PoolProblem,
-    dy: &[T],
+    dy: &[S],
     indices: &[I],
-    dx: &mut [T],
+    dx: &mut [S],
 ) {
     let (input, output, lanes) = problem.task();
     let (height, width) = (&problem.height, &problem.width);
@@ -192,30 +194,32 @@ pub(super) fn backward<T: Element, I: WindowIndex>(
         dx.chunks_mut(group * input).zip(dy.chunks(group * output)).zip(indices.chunks(group * output));
     cpu.for_each(work, items, |((dx, dy), indices)| {
         let (mut window, mut rows) = (Window::new(), Vec::new());
-        let mut by_phase = vec![T::zero(); if interleaved { phases * phase_len } else { 0 }];
-        for (place, dx) in dx.chunks_mut(width.input * lanes).enumerate() {
-            let (image, ih) = (place / height.input, place % height.input);
-            let (dy, indices) = (&dy[image * output..][..output], &indices[image * output..][..output]);
-            rows.clear();
-            // Outputs are added from top to bottom and, within a row, from right to left, as runs add them.
-            rows.extend(outputs(height, ih).rev());
-            let sums = if interleaved { &mut by_phase[..] } else { &mut dx[..] };
-            sums.fill(T::zero());
-            for segment in &segments {
-                window.set(&rows, &segment.taps, width.kernel, width.output(), lanes);
-                let (first, step) = match interleaved {
-                    true => (segment.first % phases * phase_len + segment.first / phases, 1),
-                    false => (segment.first * lanes, phases * lanes),
-                };
-                let sums = &mut sums[first..];
-                window.each_part(|elements, sources| {
-                    add_taken(cpu, elements, sources, [segment.len, lanes, step], dy, indices, sums);
-                });
+        let mut by_phase = vec![S::Compute::default(); if interleaved { phases * phase_len } else { 0 }];
+        S::map_pieces(cpu, dy, dx, |dy, dx| {
+            for (place, dx) in dx.chunks_mut(width.input * lanes).enumerate() {
+                let (image, ih) = (place / height.input, place % height.input);
+                let (dy, indices) = (&dy[image * output..][..output], &indices[image * output..][..output]);
+                rows.clear();
+                // Outputs are added from top to bottom and, within a row, from right to left, as runs add them.
+                rows.extend(outputs(height, ih).rev());
+                let sums = if interleaved { &mut by_phase[..] } else { &mut dx[..] };
+                sums.fill(S::Compute::default());
+                for segment in &segments {
+                    window.set(&rows, &segment.taps, width.kernel, width.output(), lanes);
+                    let (first, step) = match interleaved {
+                        true => (segment.first % phases * phase_len + segment.first / phases, 1),
+                        false => (segment.first * lanes, phases * lanes),
+                    };
+                    let sums = &mut sums[first..];
+                    window.each_part(|elements, sources| {
+                        add_taken(cpu, elements, sources, [segment.len, lanes, step], dy, indices, sums);
+                    });
+                }
+                if interleaved {
+                    interleave(cpu, phases, &by_phase, dx);
+                }
             }
-            if interleaved {
-                interleave(cpu, phases, &by_phase, dx);
-            }
-        }
+        });
     });
 }
 

@@ -4,7 +4,7 @@ use super::{BLOCK, Cut, Gathered, Level, Map, OPERANDS, Part, TASK, Walk, WalkBl
 use crate::channels::LANES;
 use crate::isa::multiversion;
 use crate::profile::span;
-use crate::{Cpu, Element, Result, SliceMut, dispatch};
+use crate::{Cpu, Element, Result, SliceMut, Stored, dispatch_stored};
 
 /// How elements are put together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -149,24 +149,24 @@ impl Walk<'_> {
     pub fn fold(&self, cpu: &Cpu, function: Map, reduction: Reduction, y: SliceMut<'_>) -> Result<()> {
         span!("fold", *self, y);
         self.check(function, &y)?;
-        dispatch!(self.operation, y.dtype(), T => self.typed_fold::<T>(cpu, function, reduction, y.of()?))
+        dispatch_stored!(y.dtype(), S => self.typed_fold::<S>(cpu, function, reduction, y.of()?))
     }
 
-    fn typed_fold<T: Element>(
+    fn typed_fold<S: Stored>(
         &self,
         cpu: &Cpu,
         function: Map,
         reduction: Reduction,
-        y: &mut [T],
+        y: &mut [S],
     ) -> Result<()> {
-        let operands = self.typed_operands::<T>()?;
+        let operands = self.typed_operands::<S>()?;
         let Reduction { fold, divisor } = reduction;
         let by = (function, fold);
-        let write = |y: &mut [T], sums: &[f64]| {
-            y.iter_mut().zip(sums).for_each(|(y, sum)| *y = T::of(sum / divisor));
+        let write = |y: &mut [S], sums: &[f64]| {
+            y.iter_mut().zip(sums).for_each(|(y, sum)| *y = S::of(sum / divisor));
         };
         if self.len == 0 {
-            cpu.for_each(0, std::iter::once(y), |y| y.fill(T::of(fold.neutral() / divisor)));
+            cpu.for_each(0, std::iter::once(y), |y| y.fill(S::of(fold.neutral() / divisor)));
             return Ok(());
         }
         let levels = outputs_first(&self.levels);
@@ -200,18 +200,21 @@ impl Walk<'_> {
     }
 }
 
-fn fold_part<T: Element>(
+fn fold_part<S: Stored>(
     cpu: &Cpu,
-    operands: &[&[T]; OPERANDS],
+    operands: &[&[S]; OPERANDS],
     (function, fold): (Map, Fold),
     part: &Part,
     sums: &mut [f64],
 ) {
     let mut buffers = [const { Gathered::new() }; OPERANDS];
-    let mut values = [T::zero(); BLOCK];
+    let mut values = [S::Compute::default(); BLOCK];
     part.blocks(|block| {
         let values = &mut values[..block.rows * block.columns];
-        function.write(cpu, gathered(function.operands(), operands, &mut buffers, block), values);
+        let operands = gathered(function.operands(), operands, &mut buffers, block);
+        S::read_pieces((cpu, 1), operands, |start, operands| {
+            function.write(cpu, operands, &mut values[start..][..operands[0].len()]);
+        });
         let &WalkBlock { rows, columns, out, out_strides, .. } = block;
         match out_strides {
             // One sum of all.

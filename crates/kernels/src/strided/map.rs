@@ -3,7 +3,7 @@
 use super::{BLOCK, Cut, Gathered, OPERANDS, TASK, Walk, gathered};
 use crate::isa::multiversion;
 use crate::profile::span;
-use crate::{Cpu, Element, Result, SliceMut, dispatch};
+use crate::{Cpu, Element, Result, SliceMut, Stored, dispatch_stored};
 
 /// A [`Map`] as a type, so that each has loops of its own. Implementations are `#[inline(always)]`, so that they are compiled for
 /// each instruction set.
@@ -198,6 +198,18 @@ multiversion! {
     }
 }
 
+impl Map {
+    /// As [`Map::write`], of elements of any type.
+    fn write_stored<S: Stored>(self, cpu: &Cpu, [a, b, c]: [&[S]; OPERANDS], y: &mut [S]) {
+        let on = (cpu, 1);
+        match self.operands() {
+            1 => S::write_pieces(on, [a], y, |_, [a], y| self.write(cpu, [a; OPERANDS], y)),
+            2 => S::write_pieces(on, [a, b], y, |_, [a, b], y| self.write(cpu, [a, b, a], y)),
+            _ => S::write_pieces(on, [a, b, c], y, |_, operands, y| self.write(cpu, operands, y)),
+        }
+    }
+}
+
 impl Walk<'_> {
     /// y = the function of the operands, for a walk whose axes are all kept.
     ///
@@ -207,15 +219,15 @@ impl Walk<'_> {
         span!("map", *self, y);
         self.check(function, &y)?;
         assert_eq!(self.len, self.outputs, "{}: a function of elements keeps all axes", self.operation);
-        dispatch!(self.operation, y.dtype(), T => self.typed_map::<T>(cpu, function, y.of()?))
+        dispatch_stored!(y.dtype(), S => self.typed_map::<S>(cpu, function, y.of()?))
     }
 
-    fn typed_map<T: Element>(&self, cpu: &Cpu, function: Map, y: &mut [T]) -> Result<()> {
-        let operands = self.typed_operands::<T>()?;
+    fn typed_map<S: Stored>(&self, cpu: &Cpu, function: Map, y: &mut [S]) -> Result<()> {
+        let operands = self.typed_operands::<S>()?;
         if self.is_one_run() {
             cpu.for_each(self.len, y.chunks_mut(TASK).enumerate(), |(index, y)| {
                 let start = index * TASK;
-                function.write(cpu, operands.map(|operand| &operand[start..start + y.len()]), y);
+                function.write_stored(cpu, operands.map(|operand| &operand[start..start + y.len()]), y);
             });
             return Ok(());
         }
@@ -227,7 +239,8 @@ impl Walk<'_> {
             let mut rest = y;
             part.blocks(|block| {
                 let (to, later) = std::mem::take(&mut rest).split_at_mut(block.rows * block.columns);
-                function.write(cpu, gathered(function.operands(), &operands, &mut buffers, block), to);
+                let operands = gathered(function.operands(), &operands, &mut buffers, block);
+                function.write_stored(cpu, operands, to);
                 rest = later;
             });
         });

@@ -22,7 +22,7 @@ pub use take::{Places, Take, TakeAxis};
 
 use crate::error::{check_len, invalid};
 use crate::profile::InMemory;
-use crate::{Element, Result, Slice, SliceMut};
+use crate::{Result, Slice, SliceMut, Stored};
 
 /// The approximate number of elements in a task.
 const TASK: usize = 1 << 14;
@@ -148,7 +148,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    fn typed_operands<T: Element>(&self) -> Result<[&'a [T]; OPERANDS]> {
+    fn typed_operands<S: Stored>(&self) -> Result<[&'a [S]; OPERANDS]> {
         let [a, b, c] = self.operands;
         Ok([a.of()?, b.of()?, c.of()?])
     }
@@ -330,7 +330,7 @@ struct Gathered<T> {
     holds: Option<[usize; 3]>,
 }
 
-impl<T: Element> Gathered<T> {
+impl<T: Stored> Gathered<T> {
     const fn new() -> Gathered<T> {
         Gathered { elements: Vec::new(), holds: None }
     }
@@ -346,7 +346,7 @@ impl<T: Element> Gathered<T> {
         }
         if self.holds != Some([start, rows, columns]) {
             self.holds = Some([start, rows, columns]);
-            self.elements.resize(BLOCK, T::zero());
+            self.elements.resize(BLOCK, T::default());
             for (row, to) in self.elements[..len].chunks_exact_mut(columns).enumerate() {
                 let from = &operand[start + row * row_stride..];
                 match column_stride {
@@ -361,7 +361,7 @@ impl<T: Element> Gathered<T> {
 }
 
 /// The blocks of the first `count` operands; the others are the first one again.
-fn gathered<'a, T: Element>(
+fn gathered<'a, T: Stored>(
     count: usize,
     operands: &[&'a [T]; OPERANDS],
     buffers: &'a mut [Gathered<T>; OPERANDS],

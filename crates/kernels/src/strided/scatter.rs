@@ -24,7 +24,7 @@ kernels! {
     ///
     /// # Errors
     /// If a length does not fit, or an index is outside of y's axis.
-    pub fn add_taken<T>(cpu: &Cpu, scatter: &Scatter<'_>; x: &[T]; y: &mut [T]) -> Result<()> {
+    pub fn add_taken<T: Element>(cpu: &Cpu, scatter: &Scatter<'_>; x: &[T]; y: &mut [T]) -> Result<()> {
         span!("add taken", x, y);
         let operation = "adding up what was taken";
         let &Scatter { outer, size, indices, inner } = scatter;

@@ -11,7 +11,7 @@ use super::race::{Checked, Refusal, Trial, seconds_of};
 use super::waiting::Operation;
 use crate::conv::{Accuracy, ConvOperands, ConvPlan, ConvProblem, Pass, reference_element};
 use crate::memory::AlignedVec;
-use crate::{Cpu, Element, Result, SliceMut, dispatch};
+use crate::{Cpu, DType, Result, SliceMut, Stored, dispatch_stored};
 
 /// One pass of one problem, and each entrant's plan for it.
 pub(super) struct ConvSubject {
@@ -44,18 +44,21 @@ impl Subject for ConvSubject {
             (plan, self.contest.entrants[index].accuracy)
         };
         let plans: Vec<_> = ready.iter().map(plan).collect();
-        Ok(dispatch!(plans[0].0.problem().types.accumulator, T => Box::new(ConvTrial::<T>::new(plans)?)))
+        Ok(dispatch_stored!(self.problem.types.input, S => match self.pass {
+            Pass::BackwardWeights => Box::new(ConvTrial::<S, S, <S as Stored>::Compute>::new(plans)?),
+            _ => Box::new(ConvTrial::<S, <S as Stored>::Compute, S>::new(plans)?),
+        }))
     }
 }
 
-/// Plans of one pass of one problem, over the same random inputs.
-struct ConvTrial<'a, T> {
+/// Plans of one pass of one problem, over the same random inputs of the types A and B, with an output of type O.
+struct ConvTrial<'a, A: Stored, B, O> {
     /// Each plan with its algorithm's class of accuracy.
     plans: Vec<(&'a ConvPlan, Accuracy)>,
     pass: Pass,
-    inputs: [AlignedVec<T>; 2],
-    output: AlignedVec<T>,
-    workspace: AlignedVec<T>,
+    inputs: (AlignedVec<A>, AlignedVec<B>),
+    output: AlignedVec<O>,
+    workspace: AlignedVec<A::Compute>,
     oracle: Oracle,
     start: Instant,
 }
@@ -73,7 +76,7 @@ struct Oracle {
 /// The most multiply-adds that the oracle may do. It sums in f64, one element at a time.
 const ORACLE_TERMS: usize = 8 << 20;
 
-impl<'a, T: Element> ConvTrial<'a, T> {
+impl<'a, A: Stored, B: Stored, O: Stored> ConvTrial<'a, A, B, O> {
     /// Buffers are written once here, so that no timed run is the first to touch their memory.
     ///
     /// If a plan's workspace cannot be allocated, the other plans are timed all the same.
@@ -86,15 +89,16 @@ impl<'a, T: Element> ConvTrial<'a, T> {
             Pass::BackwardData => [y, weight, x],
             Pass::BackwardWeights => [x, y, weight],
         };
-        let inputs = [noise(cpu, a, 1)?, noise(cpu, b, 2)?];
-        let oracle = Oracle::new(cpu, problem, pass, [&inputs[0], &inputs[1]], output);
-        let output = AlignedVec::try_filled(output, T::nan())?;
+        let inputs = (noise(cpu, a, 1)?, noise(cpu, b, 2)?);
+        let tolerance = |terms| tolerance::<A, O>(terms);
+        let oracle = Oracle::new(first, (&inputs.0, &inputs.1), output, tolerance);
+        let output = AlignedVec::try_filled(output, O::of(f64::NAN))?;
         let workspace = largest_workspace(&plans)?;
         Ok(ConvTrial { plans, pass, inputs, output, workspace, oracle, start: Instant::now() })
     }
 
     fn run_once(&mut self, index: usize) {
-        let [a, b] = self.inputs.each_ref().map(|input| &input[..]);
+        let (a, b) = (&self.inputs.0[..], &self.inputs.1[..]);
         let output = &mut self.output[..];
         let operands = match self.pass {
             Pass::Forward => ConvOperands::forward(a, b, output),
@@ -106,11 +110,11 @@ impl<'a, T: Element> ConvTrial<'a, T> {
     }
 }
 
-impl<T: Element> Trial for ConvTrial<'_, T> {
+impl<A: Stored, B: Stored, O: Stored> Trial for ConvTrial<'_, A, B, O> {
     fn check(&mut self, index: usize) -> std::result::Result<Checked, Refusal> {
         let (plan, accuracy) = self.plans[index];
         if plan.workspace_len() > self.workspace.len() {
-            return Err(Refusal::NoMemory(OutOfMemory::of::<T>(plan.workspace_len())));
+            return Err(Refusal::NoMemory(OutOfMemory::of::<A::Compute>(plan.workspace_len())));
         }
         poison(plan.cpu(), &mut self.output);
         poison(plan.cpu(), &mut self.workspace[..plan.workspace_len()]);
@@ -129,13 +133,14 @@ impl<T: Element> Trial for ConvTrial<'_, T> {
 }
 
 impl Oracle {
-    fn new<T: Element>(
-        cpu: &Cpu,
-        problem: &ConvProblem,
-        pass: Pass,
-        inputs: [&[T]; 2],
+    /// `tolerance` tells it from the number of terms of each sum.
+    fn new<A: Stored, B: Stored>(
+        plan: &ConvPlan,
+        inputs: (&[A], &[B]),
         len: usize,
+        tolerance: impl Fn(usize) -> f64,
     ) -> Oracle {
+        let (problem, pass, cpu) = (plan.problem(), plan.pass(), plan.cpu());
         let terms = (problem.flops() / 2.0 / len as f64).ceil() as usize;
         let count = (ORACLE_TERMS / terms.max(1)).clamp(16, 512).min(len);
         // One from each of `count` equal parts, and the corners, where padding and remainders go wrong.
@@ -150,12 +155,11 @@ impl Oracle {
         // Inputs have magnitudes up to 1, and a transform's rounding errors scale with them, even where a sample is all
         // zeros.
         let scale = expected.iter().fold(0.1, |scale: f64, value| scale.max(value.abs()));
-        let tolerance = 16.0 * T::epsilon().f64() * (terms.max(1) as f64).sqrt();
-        Oracle { offsets, expected, scale, tolerance }
+        Oracle { offsets, expected, scale, tolerance: tolerance(terms.max(1)) }
     }
 
     /// The largest error of the sample relative to the largest value.
-    fn compare<T: Element>(
+    fn compare<T: Stored>(
         &self,
         cpu: &Cpu,
         output: &[T],
@@ -163,7 +167,7 @@ impl Oracle {
     ) -> std::result::Result<f64, String> {
         let bad = AtomicUsize::new(usize::MAX);
         cpu.for_each(output.len(), output.chunks(CHUNK).enumerate(), |(chunk, values)| {
-            if let Some(offset) = values.iter().position(|value| !value.is_finite()) {
+            if let Some(offset) = values.iter().position(|value| !value.f64().is_finite()) {
                 bad.fetch_min(chunk * CHUNK + offset, Ordering::Relaxed);
             }
         });
@@ -183,13 +187,25 @@ impl Oracle {
     }
 }
 
+/// Errors up to this, relative to the largest value, are rounding, where inputs of type A are multiplied, so many products added up,
+/// and the sum stored in type O. A weight may be rounded to A, too.
+fn tolerance<A: Stored, O: Stored>(terms: usize) -> f64 {
+    let epsilon = |dtype: DType| 2f64.powi(1 - dtype.digits());
+    let sum = 16.0 * epsilon(A::Compute::DTYPE) * (terms as f64).sqrt();
+    match A::DTYPE.computes() {
+        true => sum,
+        // The roundings of the weights and of the output, both less than half a unit: in a sum, those of the weights average out.
+        false => sum + epsilon(A::DTYPE) + epsilon(O::DTYPE),
+    }
+}
+
 /// A buffer for the largest workspace that there is memory for.
-fn largest_workspace<T: Element>(plans: &[(&ConvPlan, Accuracy)]) -> Result<AlignedVec<T>> {
+fn largest_workspace<T: Stored>(plans: &[(&ConvPlan, Accuracy)]) -> Result<AlignedVec<T>> {
     let mut lens: Vec<usize> = plans.iter().map(|(plan, _)| plan.workspace_len()).collect();
     lens.sort_unstable();
     loop {
         let len = lens.pop().unwrap_or(0);
-        match AlignedVec::try_filled(len, T::nan()) {
+        match AlignedVec::try_filled(len, T::of(f64::NAN)) {
             Ok(workspace) => return Ok(workspace),
             Err(error) if lens.is_empty() => return Err(error.into()),
             Err(_) => {}
@@ -198,6 +214,6 @@ fn largest_workspace<T: Element>(plans: &[(&ConvPlan, Accuracy)]) -> Result<Alig
 }
 
 /// Fills a buffer with NaN.
-fn poison<T: Element>(cpu: &Cpu, buffer: &mut [T]) {
-    cpu.for_each(buffer.len(), buffer.chunks_mut(CHUNK), |chunk| chunk.fill(T::nan()));
+fn poison<T: Stored>(cpu: &Cpu, buffer: &mut [T]) {
+    cpu.for_each(buffer.len(), buffer.chunks_mut(CHUNK), |chunk| chunk.fill(T::of(f64::NAN)));
 }

@@ -2,14 +2,14 @@
 
 use crate::memory::AlignedVec;
 use crate::random::random_bits;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Result, Stored};
 
 /// Elements that a thread takes at a time.
 pub(super) const CHUNK: usize = 1 << 16;
 
 /// Uniform numbers in -1..1.
-pub(super) fn noise<T: Element>(cpu: &Cpu, len: usize, seed: u64) -> Result<AlignedVec<T>> {
-    let mut values = AlignedVec::try_filled(len, T::nan())?;
+pub(super) fn noise<T: Stored>(cpu: &Cpu, len: usize, seed: u64) -> Result<AlignedVec<T>> {
+    let mut values = AlignedVec::try_filled(len, T::of(f64::NAN))?;
     cpu.for_each(len, values.chunks_mut(CHUNK).enumerate(), |(chunk, values)| {
         let mut random = Generator::new(seed + 1000 * chunk as u64);
         for value in values {

@@ -81,7 +81,7 @@ pub struct Key {
     pub pass: String,
     /// The memory format: `nchw` or `nhwc`.
     pub format: String,
-    /// The element type: `f32` or `f64`.
+    /// The type of the tensors: `f32`, `f64`, `f16` or `bf16`.
     pub dtype: String,
     /// The thread budget.
     pub threads: usize,
@@ -103,7 +103,7 @@ impl Key {
     pub fn convolution(&self) -> Option<(ConvProblem, Pass)> {
         let formats = [MemoryFormat::Contiguous, MemoryFormat::ChannelsLast];
         let format = formats.into_iter().find(|format| format.to_string() == self.format)?;
-        let mut types = DType::ALL.into_iter().filter(|dtype| dtype.computes()).map(ConvTypes::all);
+        let mut types = DType::ALL.into_iter().map(ConvTypes::of);
         let types = types.find(|types| types.to_string() == self.dtype)?;
         let problem: ConvProblem = self.problem.parse().ok()?;
         let problem = problem.with(|spec| (spec.format, spec.types) = (format, types)).ok()?;

@@ -27,6 +27,7 @@ mod pool;
 mod pool_errors;
 mod slices;
 mod small_channels;
+mod stored;
 mod stream;
 mod strided;
 mod tune;

@@ -60,7 +60,7 @@ impl ConvAlgorithm for Own {
         let kernel = OwnKernel { plan, fault };
         let kernel = match fault {
             Fault::OtherType => conv::kernel::<f64>(kernel),
-            _ => conv::kernel_of(problem, kernel),
+            _ => conv::kernel_of(problem, kernel)?,
         };
         let problem = match fault {
             Fault::OtherProblem => problem.with(|spec| spec.batch += 1).unwrap(),

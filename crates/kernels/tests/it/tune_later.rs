@@ -260,7 +260,7 @@ impl ConvAlgorithm for Greedy {
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
         let plan = conv::algorithm("im2col").unwrap().plan(problem, pass, cpu)?;
-        let kernel = conv::kernel_of(problem, Nothing);
+        let kernel = conv::kernel_of(problem, Nothing)?;
         Ok(ConvPlan::new(self, (problem, pass), cpu, 1 << 58, kernel).with_cost(plan.cost()))
     }
 }

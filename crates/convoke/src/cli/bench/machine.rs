@@ -21,12 +21,10 @@ pub(crate) struct Machine {
 
 impl Machine {
     pub(crate) fn measure(cpu: &Cpu, dtype: DType) -> Result<Machine> {
-        // A vector holds half as many f64 as f32.
-        let part = if dtype == DType::F64 { 0.5 } else { 1.0 };
         Ok(Machine {
             name: system::cpu_name().unwrap_or_else(|| "unknown CPU".into()),
             cpu: cpu.clone(),
-            peak: part * machine::peak_flops(cpu),
+            peak: machine::peak_flops(cpu, dtype),
             bandwidth: machine::copy_bandwidth(cpu)?,
             dtype,
         })

@@ -7,10 +7,10 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use crate::Cpu;
 use crate::cli::failure::Result;
 use crate::cli::text;
 use crate::kernels::machine;
+use crate::{Cpu, DType};
 
 use super::work::{Load, Total};
 
@@ -38,7 +38,7 @@ const UNCACHED: usize = 192 << 20;
 impl Limits {
     /// The better of what is measured now with `cpu` and of what the calls themselves reached.
     pub(super) fn measured(totals: &HashMap<String, Total>, cpu: &Cpu) -> Result<Limits> {
-        Ok(Limits::of(totals, machine::peak_flops(cpu), machine::bandwidth(cpu, UNCACHED)?))
+        Ok(Limits::of(totals, machine::peak_flops(cpu, DType::F32), machine::bandwidth(cpu, UNCACHED)?))
     }
 
     fn of(totals: &HashMap<String, Total>, peak: f64, memory: f64) -> Limits {

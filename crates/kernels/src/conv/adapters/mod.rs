@@ -1,23 +1,25 @@
-//! Algorithms derived from other algorithms: they run a pass as another pass, a memory format as the other one, or a dilated
-//! convolution as one without dilation.
+//! Algorithms derived from other algorithms: they run a pass as another pass, a memory format as the other one, a dilated
+//! convolution as one without dilation, or tensors of 16 bits as tensors of f32.
 
 mod phases;
 mod relayout;
 mod strided;
 mod swap;
+mod widen;
 
 use std::sync::Arc;
 
 use phases::Phases;
 use relayout::Relayout;
 use swap::Swap;
+use widen::Widen;
 
 use super::plan::{ConvAlgorithm, ConvOperands, ConvPlan, NotApplicable};
 use super::problem::Pass;
 use crate::Element;
 
-/// The algorithms derived from `algorithm`: `NAME+swap`, `NAME+phases` if it takes no dilation, and `NAME+relayout` if it
-/// takes only one memory format.
+/// The algorithms derived from `algorithm`: `NAME+swap`, `NAME+phases` if it takes no dilation, `NAME+relayout` if it takes only one
+/// memory format, and `NAME+widen`, which runs the first of all these that applies.
 pub(super) fn derived(algorithm: &Arc<dyn ConvAlgorithm>) -> Vec<Arc<dyn ConvAlgorithm>> {
     let mut derived: Vec<Arc<dyn ConvAlgorithm>> = Vec::new();
     if algorithm.formats().len() == 1 {
@@ -30,6 +32,8 @@ pub(super) fn derived(algorithm: &Arc<dyn ConvAlgorithm>) -> Vec<Arc<dyn ConvAlg
         let name = format!("{}+phases", algorithm.name());
         derived.push(Arc::new(Phases { name, inner: Arc::clone(algorithm) }));
     }
+    let inner = [algorithm].into_iter().chain(&derived).map(Arc::clone).collect();
+    derived.push(Arc::new(Widen { name: format!("{}+widen", algorithm.name()), inner }));
     derived
 }
 

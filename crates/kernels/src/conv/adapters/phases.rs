@@ -55,7 +55,7 @@ impl ConvAlgorithm for Phases {
         let cost = inner.cost().moving(4 * copies.iter().sum::<usize>() * problem.types.input.size());
         let operations = inner.operations();
         let kernel = InPhases { problem: *problem, inner };
-        let plan = ConvPlan::new(self, (problem, pass), cpu, workspace, kernel_of(problem, kernel));
+        let plan = ConvPlan::new(self, (problem, pass), cpu, workspace, kernel_of(problem, kernel)?);
         Ok(plan.with_cost(cost).with_operations(operations))
     }
 }

@@ -53,7 +53,7 @@ impl ConvAlgorithm for Relayout {
         let kernel = Copies { problem: *problem, inner };
         let copied = 2 * (problem.input_len() + problem.output_len()) * problem.types.input.size();
         let cost = kernel.inner.cost().moving(copied);
-        let plan = ConvPlan::new(self, (problem, pass), cpu, workspace, kernel_of(problem, kernel));
+        let plan = ConvPlan::new(self, (problem, pass), cpu, workspace, kernel_of(problem, kernel)?);
         Ok(plan.with_cost(cost).with_operations(operations))
     }
 }

@@ -67,7 +67,7 @@ impl ConvAlgorithm for Swap {
         let cost = Cost { flops: slower * cost.flops, ..cost };
         let operations = inner.operations();
         let kernel = Swapped { problem: *problem, pass, inner };
-        let plan = ConvPlan::new(self, (problem, pass), cpu, workspace, kernel_of(problem, kernel));
+        let plan = ConvPlan::new(self, (problem, pass), cpu, workspace, kernel_of(problem, kernel)?);
         Ok(plan.with_cost(cost).with_operations(operations))
     }
 }

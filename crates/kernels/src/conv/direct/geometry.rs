@@ -11,27 +11,27 @@ use crate::stream::prefetch_to_l2;
 
 /// A kernel element along one axis, as the targets of one phase use it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Tap {
-    kernel: usize,
+pub(in crate::conv) struct Tap {
+    pub(in crate::conv) kernel: usize,
     /// Target number i of the phase reads source `i * source_step + offset`.
-    offset: isize,
+    pub(in crate::conv) offset: isize,
 }
 
 /// The targets `first, first + step, ...` along one axis, which all use the same taps.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Phase {
-    first: usize,
-    step: usize,
-    source_step: usize,
+pub(in crate::conv) struct Phase {
+    pub(in crate::conv) first: usize,
+    pub(in crate::conv) step: usize,
+    pub(in crate::conv) source_step: usize,
     /// Size of the source.
-    source: usize,
+    pub(in crate::conv) source: usize,
     /// By falling or rising offset, so that the taps that lie inside the source for a target are contiguous.
-    taps: Vec<Tap>,
+    pub(in crate::conv) taps: Vec<Tap>,
 }
 
 impl Phase {
     /// Forward: all outputs are one phase.
-    pub(super) fn forward(axis: &ConvAxis) -> Vec<Phase> {
+    pub(in crate::conv) fn forward(axis: &ConvAxis) -> Vec<Phase> {
         let offset = |kernel| (kernel * axis.dilation) as isize - axis.pad_before as isize;
         let taps = (0..axis.kernel).map(|kernel| Tap { kernel, offset: offset(kernel) }).collect();
         vec![Phase { first: 0, step: 1, source_step: axis.stride, source: axis.input, taps }]
@@ -40,7 +40,7 @@ impl Phase {
     /// Backward-data: a phase for each residue modulo the stride that any tap reaches.
     ///
     /// Input `i` receives from output `(i + pad - k * dilation) / stride` through kernel element `k`.
-    pub(super) fn backward_data(axis: &ConvAxis) -> Vec<Phase> {
+    pub(in crate::conv) fn backward_data(axis: &ConvAxis) -> Vec<Phase> {
         let stride = axis.stride as isize;
         let mut phases: Vec<Phase> = Vec::new();
         for kernel in 0..axis.kernel {

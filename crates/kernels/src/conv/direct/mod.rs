@@ -19,7 +19,7 @@
 #![allow(clippy::needless_range_loop)]
 
 mod correlate;
-mod geometry;
+pub(super) mod geometry;
 mod panels;
 mod pointwise_weights;
 mod registers;

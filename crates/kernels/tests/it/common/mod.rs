@@ -7,7 +7,7 @@ use convoke_kernels::conv::{
 };
 use convoke_kernels::memory_format::{Extent, convert};
 use convoke_kernels::pool::{WindowIndex, WindowIndices, WindowIndicesMut};
-use convoke_kernels::{Cpu, DType, Isa, MemoryFormat, Stored};
+use convoke_kernels::{Cpu, DType, Isa, MemoryFormat, Stored, bf16, f16};
 use convoke_testkit::{Failures, Mismatch, Random, Tolerance, check_relative_to_max, poisoned};
 use proptest::prelude::*;
 
@@ -141,6 +141,45 @@ impl ConvCase {
         })
     }
 
+    /// As [`ConvCase::run`], of x and dy that are stored in 16 bits.
+    fn run_stored<H: Stored<Compute = f32>>(
+        &self,
+        algorithm: &dyn ConvAlgorithm,
+        pass: Pass,
+        format: MemoryFormat,
+        cpu: &Cpu,
+    ) -> Result<Vec<f64>, NotApplicable> {
+        let change = |spec: &mut ConvSpec| (spec.types, spec.format) = (ConvTypes::of(H::DTYPE), format);
+        let problem = self.problem.with(change).unwrap();
+        let plan = algorithm.plan(&problem, pass, cpu)?;
+        let (x_extent, y_extent) = (extent_of(&problem.input_shape(), format), problem.output_extent());
+        let stored = |values: &[f64]| values.iter().map(|&value| H::of(value)).collect::<Vec<H>>();
+        let (x, dy) = (stored(&laid_out(&x_extent, &self.x)), stored(&laid_out(&y_extent, &self.dy)));
+        let weight: Vec<f32> = cast(&self.weight);
+        let mut workspace = poisoned::<f32>(plan.workspace_len());
+        let mut half = vec![H::of(f64::NAN); output_len(&problem, pass)];
+        let mut single = poisoned::<f32>(output_len(&problem, pass));
+        let operands = match pass {
+            Pass::Forward => ConvOperands::forward(&x, &weight, &mut half),
+            Pass::BackwardData => ConvOperands::backward_data(&dy, &weight, &mut half),
+            Pass::BackwardWeights => ConvOperands::backward_weights(&x, &dy, &mut single),
+        };
+        plan.run(operands, (&mut workspace).into()).unwrap();
+        let found: Vec<f64> = half.iter().map(|value| value.f64()).collect();
+        Ok(match pass {
+            Pass::Forward => contiguous(&y_extent, &found),
+            Pass::BackwardData => contiguous(&x_extent, &found),
+            Pass::BackwardWeights => cast(&single),
+        })
+    }
+
+    /// The same case with x and dy rounded to what this type stores.
+    pub(crate) fn rounded(&self, dtype: DType) -> ConvCase {
+        let rounded = |values: &[f64]| values.iter().map(|&value| dtype.nearest(value)).collect();
+        let (x, dy) = (rounded(&self.x), rounded(&self.dy));
+        ConvCase { problem: self.problem, x, weight: self.weight.clone(), dy }
+    }
+
     /// What the reference computes in f64: the expected result of everything else.
     pub(crate) fn expected(&self, pass: Pass) -> Vec<f64> {
         let reference = convoke_kernels::conv::algorithm("reference").unwrap();
@@ -164,9 +203,19 @@ impl ConvCase {
                 let rtol = errors * Tolerance::for_sum(f32::EPSILON.into(), terms).rtol;
                 check_relative_to_max(&self.run::<f32>(algorithm, pass, format, cpu)?, expected, rtol)
             }
-            _ => {
+            DType::F64 => {
                 let rtol = Tolerance::for_sum(f64::EPSILON, terms).rtol;
                 check_relative_to_max(&self.run::<f64>(algorithm, pass, format, cpu)?, expected, rtol)
+            }
+            DType::F16 | DType::BF16 => {
+                // The output is rounded, and the weights may be.
+                let rtol =
+                    2f64.powi(1 - dtype.digits()) + Tolerance::for_sum(f32::EPSILON.into(), terms).rtol;
+                let found = match dtype {
+                    DType::F16 => self.run_stored::<f16>(algorithm, pass, format, cpu)?,
+                    _ => self.run_stored::<bf16>(algorithm, pass, format, cpu)?,
+                };
+                check_relative_to_max(&found, expected, rtol)
             }
         })
     }

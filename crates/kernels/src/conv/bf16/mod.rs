@@ -1,0 +1,127 @@
+//! Convolution of bf16 tensors by units of the processor that multiply bf16. Channels-last; weights and sums are f32.
+//!
+//! ```text
+//! forward           y[pixel][k]    = sum over taps and c of x[pixel at tap][c] w[tap][c][k]
+//! backward-data     dx[pixel][c]   = sum over taps and k of dy[pixel at tap][k] w[tap][k][c]
+//! backward-weights  dw[k][tap, c]  = sum over pixels of dy[pixel][k] x[pixel at tap][c]
+//! ```
+//! Each is a product of small matrices: see [`unit`]. In the first two, a row of the first factor is what a target pixel reads, gathered
+//! unless it lies in the source as it is needed, and the second factor is a panel of weights, rounded to bf16. In the last, the first
+//! factor is dy transposed, and the second has the columns that a row of taps reads from a row of x.
+//! Weights are rounded to bf16. Products of two bf16 are exact, and are summed in f32; numbers that are too small to be normal count as
+//! zero, as these units have it.
+
+mod correlate;
+mod pack;
+mod unit;
+mod weights;
+
+use std::sync::Arc;
+
+use correlate::Correlate;
+pub(crate) use unit::Unit;
+use weights::WeightSums;
+
+use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, NotApplicable};
+use super::problem::{ConvProblem, ConvTypes, Pass};
+use crate::memory_format::MOST_ELEMENTS;
+use crate::{Cpu, DType, MemoryFormat, Slice, SliceMut};
+
+/// Convolution by one of the units.
+pub(super) struct Bf16(pub(super) Unit);
+
+/// The most kernel elements.
+const MOST_TAPS: usize = 1 << 14;
+
+enum Kernel {
+    Correlate(Correlate),
+    Weights(WeightSums),
+}
+
+impl ConvAlgorithm for Bf16 {
+    fn name(&self) -> &'static str {
+        match self.0 {
+            Unit::Dot => "bf16-dot",
+            Unit::Tiles => "bf16-amx",
+        }
+    }
+
+    fn revision(&self) -> u32 {
+        1
+    }
+
+    fn formats(&self) -> &'static [MemoryFormat] {
+        &[MemoryFormat::ChannelsLast]
+    }
+
+    fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
+        let not = |reason: &str| Err(NotApplicable(reason.into()));
+        if problem.types != ConvTypes::of(DType::BF16) {
+            return not("for bf16 only");
+        }
+        if !self.0.is_in(cpu) {
+            return not(&format!("needs {}", self.0.name()));
+        }
+        if problem.format != MemoryFormat::ChannelsLast {
+            return not("for channels-last only");
+        }
+        if problem.group_in_channels() == 1 && problem.group_out_channels() == 1 {
+            return not("needs more than one channel a group");
+        }
+        let taps = problem.height.kernel.checked_mul(problem.width.kernel);
+        if taps.is_none_or(|taps| taps > MOST_TAPS) {
+            return not("needs a kernel of at most 16384 elements");
+        }
+        let planned = match pass {
+            Pass::BackwardWeights => WeightSums::new(problem, self.0, cpu)
+                .and_then(|sums| Some((sums.workspace_len(cpu)?, Kernel::Weights(sums)))),
+            _ => Correlate::new(problem, pass, (self.0, cpu))
+                .and_then(|correlate| Some((correlate.workspace_len(cpu)?, Kernel::Correlate(correlate)))),
+        };
+        match planned.filter(|(len, _)| *len <= MOST_ELEMENTS) {
+            Some((len, kernel)) => {
+                let plan = ConvPlan::new(self, (problem, pass), cpu, len, Arc::new(kernel));
+                Ok(plan.with_cost(self.cost(problem, pass)))
+            }
+            None => not("the workspace is too large"),
+        }
+    }
+}
+
+impl Bf16 {
+    /// In units of the f32 peak: `vdpbf16ps` may do twice as much, tiles more, but for the copies.
+    fn cost(&self, problem: &ConvProblem, pass: Pass) -> Cost {
+        let across = match pass {
+            Pass::BackwardData => problem.group_in_channels(),
+            _ => problem.group_out_channels(),
+        };
+        let filled = across as f64 / across.next_multiple_of(16) as f64;
+        let peak = match self.0 {
+            Unit::Dot => 1.2,
+            Unit::Tiles => 3.0,
+        };
+        Cost::direct(problem, peak * filled)
+    }
+}
+
+impl ConvKernel for Kernel {
+    fn types(&self) -> ConvTypes {
+        ConvTypes::of(DType::BF16)
+    }
+
+    fn run(
+        &self,
+        cpu: &Cpu,
+        [a, b]: [Slice<'_>; 2],
+        output: SliceMut<'_>,
+        workspace: SliceMut<'_>,
+    ) -> crate::Result<()> {
+        match self {
+            Kernel::Correlate(correlate) => {
+                correlate.run(cpu, (a.of()?, b.of()?), output.of()?, workspace.of()?)
+            }
+            Kernel::Weights(sums) => sums.run(cpu, [a.of()?, b.of()?], output.of()?, workspace.of()?),
+        }
+        Ok(())
+    }
+}
