@@ -339,11 +339,6 @@ fn add(sum: Tensor, gradient: Tensor) -> Result<Tensor> {
         return Err(invalid("backward", reason));
     }
     let gradient = gradient.in_format(sum.format())?;
-    if !sum.dtype().computes() {
-        let wide = sum.dtype().computed_in();
-        let wide = add(sum.in_dtype(wide)?, gradient.in_dtype(wide)?)?;
-        return Ok(wide.in_dtype(sum.dtype())?.with_history(sum.history().clone()));
-    }
     // `update` drops the history, but a gradient must stay marked as one.
     let history = sum.history().clone();
     let mut sum = sum;

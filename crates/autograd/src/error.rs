@@ -28,7 +28,7 @@ pub enum Error {
         /// The type of the tensor.
         found: DType,
     },
-    /// The operation does not compute in this type, which is for storage.
+    /// What was called does not compute in this type, which is for storage.
     #[error("{operation}: {dtype} is a type for storage: convert to f32 with `Tensor::to_dtype` first")]
     StorageOnly {
         /// The operation.

@@ -7,6 +7,7 @@ use convoke_kernels::{DType, MemoryFormat};
 
 use crate::mode::{self, Mode};
 use crate::tensor::History;
+use crate::widened::Widened;
 use crate::{Device, Error, Operation, Result, Tensor, trace};
 
 /// A differentiable operation. Built-in operations and yours implement it alike. Run it with [`apply`].
@@ -59,8 +60,12 @@ pub trait Function: Send + Sync + Sized + 'static {
     /// The name in messages.
     fn name(&self) -> &'static str;
 
-    /// Whether inputs may have this type. By default, those are the types in which kernels compute; the others are for storage.
-    fn takes(&self, dtype: DType) -> bool {
+    /// Whether forward and backward take input `input` in this type. By default they take the types in which kernels compute.
+    ///
+    /// An input of 16 bits that it does not take is converted to the type in which kernels compute with it, and its gradient is
+    /// converted back. If that is the first input, the output gets its type. So inputs and outputs are rounded once each. An input of
+    /// another type that it does not take is an error.
+    fn takes(&self, _input: usize, dtype: DType) -> bool {
         dtype.computes()
     }
 
@@ -160,9 +165,6 @@ pub fn apply_with_saved<F: Function, R>(
     look: impl FnOnce(&F::Saved) -> R,
 ) -> Result<(Tensor, R)> {
     let operation = function.name();
-    if let Some(dtype) = inputs.iter().map(|input| input.dtype()).find(|&dtype| !function.takes(dtype)) {
-        return Err(Error::StorageOnly { operation, dtype });
-    }
     if inputs.windows(2).any(|pair| pair[0].device() != pair[1].device()) {
         return Err(Error::Device { operation });
     }
@@ -171,11 +173,13 @@ pub fn apply_with_saved<F: Function, R>(
         return Err(Error::InferenceTensor { operation });
     }
     let needs = Needs { inputs: inputs.iter().map(|input| recording && input.requires_grad()).collect() };
+    let widened = Widened::new(&function, inputs)?;
     // Forward gets constants, so that inputs which it saves or returns do not keep the tape behind them alive.
-    let constants: Vec<Tensor> = inputs.iter().map(|input| input.detach()).collect();
-    let constants: Vec<&Tensor> = constants.iter().collect();
+    let constants: Vec<Tensor> = widened.inputs(inputs, &needs)?;
     let span = operation_span(operation, "forward");
-    let (mut output, saved) = mode::no_grad(|| function.forward(&constants, &needs))?;
+    let (output, saved) = mode::no_grad(|| function.forward(&constants.iter().collect::<Vec<_>>(), &needs))?;
+    drop(constants);
+    let mut output = widened.output(output)?;
     drop(span);
     if mode::is_traced() {
         if let Some(composed) = mode::no_grad(|| function.compose(inputs))? {
@@ -187,7 +191,7 @@ pub fn apply_with_saved<F: Function, R>(
     if !recording {
         return Ok((output, extra));
     }
-    let call = Call { function, saved, needs };
+    let call = Call { function, saved, needs, widened };
     let node =
         Node::new(operation, Box::new(call), inputs.iter().map(|&input| Edge::to(input)).collect(), &output);
     Ok((output.with_history(History::Node(Arc::new(node))), extra))
@@ -308,6 +312,7 @@ struct Call<F: Function> {
     function: F,
     saved: F::Saved,
     needs: Needs,
+    widened: Widened,
 }
 
 impl<F: Function> AnyCall for Call<F> {
@@ -317,10 +322,13 @@ impl<F: Function> AnyCall for Call<F> {
         sums: &mut [Option<Tensor>],
         retain: bool,
     ) -> Result<Backward> {
-        let Call { function, saved, needs } = *self;
+        let Call { function, saved, needs, widened } = *self;
         let kept = retain.then(|| saved.clone());
-        let gradients = function.backward_onto(saved, upstream, &needs, sums)?;
-        let again = kept.map(|saved| Box::new(Call { function, saved, needs }) as Box<dyn AnyCall>);
+        let upstream = widened.upstream(upstream)?;
+        let gradients =
+            widened.without_sums(sums, |sums| function.backward_onto(saved, upstream, &needs, sums))?;
+        let gradients = widened.gradients(gradients)?;
+        let again = kept.map(|saved| Box::new(Call { function, saved, needs, widened }) as Box<dyn AnyCall>);
         Ok((gradients, again))
     }
 }

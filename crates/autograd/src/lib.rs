@@ -31,6 +31,7 @@ mod planes;
 mod storage;
 mod tensor;
 mod trace;
+mod widened;
 
 pub use backward::{BackwardOptions, Gradients, Root, backward_from};
 pub use convoke_kernels::memory::{Buffer, MemoryStats, TimelinePoint};

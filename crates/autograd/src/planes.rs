@@ -1,7 +1,7 @@
 //! Linear functions of each plane of a tensor by itself, such as means of windows. They keep nothing for backward.
 
 use crate::ops::empty;
-use crate::{Cpu, Function, Needs, Operation, Result, Tensor};
+use crate::{Cpu, DType, Function, Needs, Operation, Result, Tensor};
 use convoke_kernels::{Slice, SliceMut};
 
 /// What is computed from a tensor of N x C x H x W, and its gradient.
@@ -11,6 +11,11 @@ pub(crate) trait PlaneMap: Send + Sync + 'static {
 
     /// What it computes, as data.
     fn describe(&self) -> Operation;
+
+    /// Whether kernels take numbers of this type.
+    fn takes(&self, dtype: DType) -> bool {
+        dtype.computes()
+    }
 
     /// N, C, OH, OW.
     fn output_shape(&self) -> [usize; 4];
@@ -45,6 +50,10 @@ impl<M: PlaneMap> Function for OfPlanes<M> {
 
     fn describe(&self) -> Option<Operation> {
         Some(self.map.describe())
+    }
+
+    fn takes(&self, _: usize, dtype: DType) -> bool {
+        self.map.takes(dtype)
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {

@@ -18,6 +18,11 @@ pub(crate) trait Recipe: Send + Sync {
 
     /// Writes the elements of these images, in the type of the tensor.
     fn write(&self, images: Range<usize>, out: SliceMut<'_>) -> Result<()>;
+
+    /// Whether it only converts numbers of another type.
+    fn converts(&self) -> bool {
+        false
+    }
 }
 
 /// Where elements lie.
@@ -68,6 +73,11 @@ impl Storage {
     /// The elements, which `recipe` can recompute.
     pub(crate) fn with_recipe(self, recipe: Arc<dyn Recipe>) -> Storage {
         Storage { recipe: Some(recipe), ..self }
+    }
+
+    /// Whether the elements can be converted again from numbers of another type.
+    pub(crate) fn is_converted(&self) -> bool {
+        self.recipe.as_ref().is_some_and(|recipe| recipe.converts())
     }
 
     /// Where the elements begin; 0 if they are not in memory.

@@ -16,8 +16,8 @@ use convoke_kernels::memory::Bytes;
 
 /// An n-dimensional array of numbers on a [`Device`]. Cloning is cheap and shares the elements.
 ///
-/// Operations compute in f32 and f64. f16 and bf16 are for storage: convert them with [`Tensor::to_dtype`]. Other operations that
-/// accept them say so.
+/// Operations compute in f32 and f64. Tensors of f16 and bf16 store numbers that they compute with in f32: each rounds its result to the
+/// type once. Operands have one type, but for parameters, such as a convolution's weight, which are f32 beside them.
 ///
 /// Elements never change while they are shared, so what an operation saved for backward stays as it was.
 /// A tensor of 4 dimensions is N x C x H x W whatever its [`MemoryFormat`]; one of 3 is N x C x L, one of 5 N x C x D x H x W.
@@ -364,6 +364,11 @@ impl Tensor {
             }),
             None => self.detach(),
         }
+    }
+
+    /// The tensor as a constant, without its elements if they are only numbers of another type converted: see [`Tensor::keep`].
+    pub(crate) fn keep_unconverted(&self) -> Tensor {
+        if self.inner.storage.is_converted() { self.keep() } else { self.detach() }
     }
 
     /// Whether both are one tensor: clones of each other.

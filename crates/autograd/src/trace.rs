@@ -147,7 +147,7 @@ impl Function for Inactive {
         Some(Operation::Dropout(self.p))
     }
 
-    fn takes(&self, _: DType) -> bool {
+    fn takes(&self, _: usize, _: DType) -> bool {
         true
     }
 

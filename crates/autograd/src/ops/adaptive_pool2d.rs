@@ -9,7 +9,7 @@ use super::pool2d::{MaxPool, PoolOptions};
 use super::{empty, four_dimensions};
 use crate::error::refused;
 use crate::planes::{OfPlanes, PlaneMap};
-use crate::{Cpu, Function, Needs, Operation, Result, Tensor, apply};
+use crate::{Cpu, DType, Function, Needs, Operation, Result, Tensor, apply};
 use convoke_kernels::{Slice, SliceMut};
 
 /// The mean of each of `size` (height, width) windows of an N x C x H x W tensor, as PyTorch's `adaptive_avg_pool2d`: window i
@@ -94,6 +94,10 @@ impl Function for AdaptiveMax {
 
     fn describe(&self) -> Option<Operation> {
         Some(Operation::AdaptivePool { max: true })
+    }
+
+    fn takes(&self, _: usize, _: DType) -> bool {
+        true
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {

@@ -4,7 +4,7 @@ use convoke_kernels::elementwise;
 use convoke_kernels::strided::Map;
 
 use super::broadcast::{Kind, Over, arithmetic};
-use crate::{Function, Needs, Operation, ReduceKind, Result, Tensor, apply};
+use crate::{DType, Function, Needs, Operation, ReduceKind, Result, Tensor, apply};
 
 impl Tensor {
     /// The sum of two tensors, broadcast as in [`Tensor::sub`].
@@ -26,7 +26,7 @@ impl Tensor {
     /// Every element times a number.
     ///
     /// # Errors
-    /// If the tensor is f16 or bf16, or there is no memory.
+    /// If there is no memory.
     pub fn scale(&self, factor: f64) -> Result<Tensor> {
         apply(Scale { factor }, &[self])
     }
@@ -68,6 +68,10 @@ impl Function for Scale {
         Some(Operation::Scale(self.factor))
     }
 
+    fn takes(&self, _: usize, _: DType) -> bool {
+        true
+    }
+
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {
         Ok((scaled(inputs[0], self.factor)?, ()))
     }
@@ -96,6 +100,10 @@ impl Function for Sum {
     fn describe(&self) -> Option<Operation> {
         let axes = (0..self.axes).collect();
         Some(Operation::Reduce { kind: self.kind, axes, keep: false })
+    }
+
+    fn takes(&self, _: usize, _: DType) -> bool {
+        true
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {

@@ -8,7 +8,7 @@ use convoke_kernels::batch_norm::{self as kernel, BackwardSums, Moments, Normali
 use convoke_kernels::memory_format::Extent;
 use convoke_kernels::{DType, Recomputed, SliceMut};
 
-use super::{check_vector, elements, same_dtype};
+use super::{check_parameters, check_vector, elements};
 use crate::storage::Recipe;
 use crate::{Function, Needs, Operation, Result, Tensor, apply_with_saved};
 
@@ -22,7 +22,7 @@ pub struct BatchNormBlock {
     /// Applied to the result in the same pass over memory.
     pub activation: Activation,
     /// Whether an operation that saves the output does not hold its elements: they are computed again from x where they are
-    /// read. Without effect if x is f16 or bf16.
+    /// read.
     pub recomputed: bool,
 }
 
@@ -89,22 +89,16 @@ impl Function for BatchNorm {
         Some(Operation::BatchNorm { norm, activation, has: [self.weight, self.bias] })
     }
 
-    fn takes(&self, _: DType) -> bool {
-        true
+    fn takes(&self, input: usize, dtype: DType) -> bool {
+        input == 0 || dtype.computes()
     }
 
     fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, SavedBatchNorm)> {
         let x = inputs[0];
         let weight = self.weight.then(|| inputs[1]);
         let bias = self.bias.then(|| inputs[1 + usize::from(self.weight)]);
-        let (y, layer) = if x.dtype().computes() {
-            Layer::forward(&self.block, x, weight, bias)?
-        } else {
-            let wide = x.in_dtype(x.dtype().computed_in())?;
-            let (y, layer) = Layer::forward_in_place(&self.block, wide, weight, bias)?;
-            (y.in_dtype(x.dtype())?, layer)
-        };
-        let y = match self.block.recomputed && needs.any() && x.dtype().computes() {
+        let (y, layer) = Layer::forward(&self.block, x, weight, bias)?;
+        let y = match self.block.recomputed && needs.any() {
             true => y.with_recipe(Arc::new(OutputRecipe { x: x.detach(), layer: layer.clone() })),
             false => y,
         };
@@ -118,16 +112,7 @@ impl Function for BatchNorm {
         needs: &Needs,
     ) -> Result<Vec<Option<Tensor>>> {
         let wanted = [self.weight && needs.input(1), self.bias && needs.input(1 + usize::from(self.weight))];
-        let for_x = needs.input(0);
-        let dtype = x.dtype();
-        let (dx, sums) = if dtype.computes() {
-            layer.gradients(&x, &upstream, for_x, wanted)?
-        } else {
-            let (mut wide, dy) = (x.in_dtype(dtype.computed_in())?, upstream.in_dtype(dtype.computed_in())?);
-            drop((x, upstream));
-            let sums = layer.gradients_in_place(&mut wide, &dy, for_x, wanted)?;
-            (for_x.then(|| wide.in_dtype(dtype)).transpose()?, sums)
-        };
+        let (dx, sums) = layer.gradients(&x, &upstream, needs.input(0), wanted)?;
         let [weight, bias] = layer.parameter_gradients(sums.as_ref(), wanted)?;
         let mut gradients = vec![dx];
         gradients.extend(self.weight.then_some(weight));
@@ -226,21 +211,6 @@ impl Layer {
         Ok((y, Layer::of((normalizer, *activation), weight, bias)))
     }
 
-    /// [`Layer::forward`] of a tensor that is no longer needed: the output uses its buffer.
-    fn forward_in_place(
-        block: &BatchNormBlock,
-        mut x: Tensor,
-        weight: Option<&Tensor>,
-        bias: Option<&Tensor>,
-    ) -> Result<(Tensor, Layer)> {
-        let layer = Layer::new(block, &x, weight, bias)?;
-        let extent = x.extent(NAME)?;
-        let cpu = x.device().compute().clone();
-        let by = layer.by()?;
-        x.update_elements(|x| Ok(kernel::normalize_in_place(&cpu, &extent, &by, x)?))?;
-        Ok((x, layer))
-    }
-
     /// The normalisation in the form that kernels take.
     fn by(&self) -> Result<Normalization<'_>> {
         let by = self.normalizer.with(elements(self.weight.as_ref())?, elements(self.bias.as_ref())?);
@@ -271,26 +241,6 @@ impl Layer {
         let through = through.as_ref().map(|(sums, count)| (sums, *count));
         let gradient = |dx: SliceMut<'_>| Ok(kernel::backward_elemt(cpu, &extent, pair, &by, through, dx)?);
         Ok((for_x.then(|| x.elements_like(gradient)).transpose()?, sums))
-    }
-
-    /// [`Layer::gradients`] in the buffer of x: if `for_x`, x becomes its gradient.
-    fn gradients_in_place(
-        &self,
-        x: &mut Tensor,
-        dy: &Tensor,
-        for_x: bool,
-        wanted: [bool; 2],
-    ) -> Result<Option<BackwardSums>> {
-        let sums = self.backward_sums(x, dy, for_x, wanted)?;
-        if for_x {
-            let extent = x.extent("batch_norm backward")?;
-            let cpu = x.device().compute().clone();
-            let through = self.normalizer.through(sums.as_ref())?;
-            let through = through.as_ref().map(|(sums, count)| (sums, *count));
-            let (by, dy) = (self.by()?, dy.elements()?);
-            x.update_elements(|x| Ok(kernel::backward_elemt_in_place(&cpu, &extent, dy, &by, through, x)?))?;
-        }
-        Ok(sums)
     }
 
     /// The sums that the gradient of x (if `for_x`) and the `wanted` gradients of weight and bias need, if they need any.
@@ -341,8 +291,7 @@ fn check(
 ) -> Result<Extent> {
     let extent = x.extent(NAME)?;
     kernel::check_eps(NAME, options.eps)?;
-    let operands: Vec<&Tensor> = [Some(x), weight, bias].into_iter().flatten().collect();
-    same_dtype(NAME, &operands)?;
+    check_parameters(NAME, x, &[weight, bias])?;
     check_vector(NAME, "the weight", weight, extent.channels)?;
     check_vector(NAME, "the bias", bias, extent.channels)?;
     options.check(NAME, x.shape())?;

@@ -7,7 +7,7 @@ use super::same_dtype;
 use crate::error::invalid;
 pub(super) use crate::operation::Arithmetic as Kind;
 use crate::tensor::checked_len;
-use crate::{Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
+use crate::{DType, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
 impl Tensor {
     /// The difference of two tensors, broadcast as in NumPy: shapes are aligned at their last sizes, and sizes of 1 are repeated.
@@ -184,6 +184,10 @@ impl Function for Binary {
         Some(Operation::Arithmetic(self.kind))
     }
 
+    fn takes(&self, _: usize, _: DType) -> bool {
+        true
+    }
+
     fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, SavedBinary)> {
         let (operation, [a, b]) = (self.name(), [inputs[0], inputs[1]]);
         same_dtype(operation, inputs)?;
@@ -266,6 +270,10 @@ impl Function for Expand {
 
     fn describe(&self) -> Option<Operation> {
         Some(Operation::Expand)
+    }
+
+    fn takes(&self, _: usize, _: DType) -> bool {
+        true
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Like)> {

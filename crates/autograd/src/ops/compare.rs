@@ -4,7 +4,7 @@ use convoke_kernels::strided::Map;
 
 use super::broadcast::{Like, Over, broadcast_operands};
 use super::same_dtype;
-use crate::{Compare, Function, Needs, Operation, Result, Tensor, apply};
+use crate::{Compare, DType, Function, Needs, Operation, Result, Tensor, apply};
 
 impl Tensor {
     /// 1 where the comparison of two elements holds, else 0, broadcast as in [`Tensor::sub`]. Gradients stop here.
@@ -36,6 +36,10 @@ impl Function for Comparison {
 
     fn describe(&self) -> Option<Operation> {
         Some(Operation::Compare(self.0))
+    }
+
+    fn takes(&self, _: usize, _: DType) -> bool {
+        true
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {
@@ -72,6 +76,10 @@ impl Function for Choose {
 
     fn describe(&self) -> Option<Operation> {
         Some(Operation::Choose)
+    }
+
+    fn takes(&self, _: usize, _: DType) -> bool {
+        true
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {

@@ -106,7 +106,7 @@ impl Function for Concat {
         Some(Operation::Concat { axis: self.axis })
     }
 
-    fn takes(&self, _: DType) -> bool {
+    fn takes(&self, _: usize, _: DType) -> bool {
         true
     }
 

@@ -5,9 +5,9 @@ use convoke_kernels::conv::{
     WeightGradient,
 };
 
-use super::{check_vector, four_dimensions, same_dtype};
+use super::{check_parameters, check_vector, four_dimensions};
 use crate::error::{invalid, refused};
-use crate::{Buffer, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
+use crate::{Buffer, DType, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
 /// Zeros around the input, with a width for each side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -95,7 +95,7 @@ impl ConvOptions {
                 pad_after: self.padding.right,
                 dilation: self.dilation[1],
             },
-            types: ConvTypes::all(x.dtype()),
+            types: ConvTypes::of(x.dtype()),
             format: x.format(),
         };
         ConvProblem::new(spec).map_err(refused(operation, |reason| format!("{reason} ({})", context())))
@@ -109,8 +109,7 @@ impl ConvOptions {
         weight: &Tensor,
         bias: Option<&Tensor>,
     ) -> Result<TiledConv> {
-        let operands: Vec<&Tensor> = [x, weight].into_iter().chain(bias).collect();
-        same_dtype(operation, &operands)?;
+        check_parameters(operation, x, &[Some(weight), bias])?;
         let problem = self.problem(operation, x, weight)?;
         check_vector(operation, "the bias", bias, problem.out_channels)?;
         Ok(TiledConv::new(x.device(), problem, x.shape()[0]))
@@ -143,6 +142,10 @@ impl Function for Conv2d {
 
     fn describe(&self) -> Option<Operation> {
         Some(Operation::Conv(self.options))
+    }
+
+    fn takes(&self, input: usize, dtype: DType) -> bool {
+        input == 0 || dtype.computes()
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {

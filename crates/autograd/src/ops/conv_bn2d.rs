@@ -16,10 +16,10 @@ use convoke_kernels::conv::Filter;
 use super::batch_norm::BatchNormOptions;
 use super::conv2d::{ConvOptions, input_gradient, of_buffer};
 use super::pool2d::PoolOptions;
-use super::{check_vector, elements, same_dtype};
+use super::{check_parameters, check_vector, elements, same_dtype};
 use crate::error::invalid;
 use crate::storage::{Recipe, Storage};
-use crate::{Buffer, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply_with_saved};
+use crate::{Buffer, DType, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply_with_saved};
 
 pub use convoke_kernels::block::Keep;
 
@@ -154,8 +154,8 @@ impl ConvBn {
                 return Err(invalid(NAME, format!("a pool of {kernel:?}: at most {most} elements a window")));
             }
         }
-        let operands: Vec<&Tensor> = [Some(x), gamma, beta, residual].into_iter().flatten().collect();
-        same_dtype(NAME, &operands)?;
+        check_parameters(NAME, x, &[gamma, beta])?;
+        same_dtype(NAME, &[Some(x), residual].into_iter().flatten().collect::<Vec<_>>())?;
         check_vector(NAME, "the weight", gamma, problem.out_channels)?;
         check_vector(NAME, "the bias", beta, problem.out_channels)?;
         let pool = self.pool.as_ref().map(|pool| pool.problem(NAME, shape, problem.format)).transpose()?;
@@ -276,6 +276,11 @@ impl Function for ConvBn {
             pool: self.pool,
             has: self.has,
         })
+    }
+
+    fn takes(&self, input: usize, dtype: DType) -> bool {
+        let residual = self.has[3].then(|| 1 + self.has.iter().filter(|&&has| has).count());
+        input == 0 || Some(input) == residual || dtype.computes()
     }
 
     fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, SavedConvBn)> {

@@ -3,9 +3,9 @@
 use convoke_kernels::conv::{ConvAxis, ConvProblem, ConvSpec, ConvTypes, TiledConv};
 
 use super::conv2d::{gradients, output};
-use super::{PadMode, Padding, check_vector, four_dimensions, same_dtype};
+use super::{PadMode, Padding, check_parameters, check_vector, four_dimensions, of_type};
 use crate::error::invalid;
-use crate::{Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
+use crate::{DType, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
 /// How a transposed convolution steps over its output, height before width, as PyTorch's `conv_transpose2d` takes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -104,7 +104,7 @@ pub(super) fn with_places_beyond(y: &Tensor, bias: Option<&Tensor>, beyond: &[us
     let channels = y.shape()[1];
     check_vector("conv_transpose", "the bias", Some(bias), channels)?;
     let shape: Vec<_> = [1, channels].into_iter().chain(beyond.iter().map(|_| 1)).collect();
-    y.add(&bias.reshape(&shape)?)
+    y.add(&of_type(&bias.reshape(&shape)?, &y)?)
 }
 
 impl ConvTransposeOptions {
@@ -117,8 +117,7 @@ impl ConvTransposeOptions {
         weight: &Tensor,
         bias: Option<&Tensor>,
     ) -> Result<TiledConv> {
-        let operands: Vec<&Tensor> = [x, weight].into_iter().chain(bias).collect();
-        same_dtype(operation, &operands)?;
+        check_parameters(operation, x, &[Some(weight), bias])?;
         let [batch, channels, height, width] = four_dimensions(operation, "input", x)?;
         let [weight_channels, group_channels, kernel_height, kernel_width] =
             four_dimensions(operation, "weight", weight)?;
@@ -150,7 +149,7 @@ impl ConvTransposeOptions {
             groups: self.groups,
             height: axis(0, "height", [height, kernel_height], [top, bottom])?,
             width: axis(1, "width", [width, kernel_width], [left, right])?,
-            types: ConvTypes::all(x.dtype()),
+            types: ConvTypes::of(x.dtype()),
             format: x.format(),
         };
         let problem = ConvProblem::new(spec).map_err(|error| match error {
@@ -209,6 +208,10 @@ impl Function for ConvTranspose2d {
 
     fn describe(&self) -> Option<Operation> {
         Some(Operation::ConvTranspose(self.options))
+    }
+
+    fn takes(&self, input: usize, dtype: DType) -> bool {
+        input == 0 || dtype.computes()
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {

@@ -29,7 +29,7 @@ impl Function for ToDType {
         Some(Operation::Convert(self.dtype))
     }
 
-    fn takes(&self, _: DType) -> bool {
+    fn takes(&self, _: usize, _: DType) -> bool {
         true
     }
 

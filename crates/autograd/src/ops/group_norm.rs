@@ -62,7 +62,6 @@ fn run(
 ) -> Result<Tensor> {
     let extent = x.extent(name)?;
     let inputs: Vec<&Tensor> = [Some(x), weight, bias].into_iter().flatten().collect();
-    same_dtype(name, &inputs)?;
     check_vector(name, "the weight", weight, extent.channels)?;
     check_vector(name, "the bias", bias, extent.channels)?;
     convoke_kernels::batch_norm::check_eps(name, options.eps)?;
@@ -100,6 +99,7 @@ impl Function for Norm {
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, SavedGroupNorm)> {
+        same_dtype(self.name, inputs)?;
         let x = inputs[0];
         let weight = self.has[0].then(|| inputs[1]);
         let bias = self.has[1].then(|| inputs[1 + usize::from(self.has[0])]);

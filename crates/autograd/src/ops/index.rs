@@ -5,7 +5,7 @@ use convoke_kernels::strided::{Places, Scatter, Take, TakeAxis, add_taken};
 use super::{around, checked_axis};
 use crate::error::invalid;
 use crate::tensor::checked_len;
-use crate::{Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
+use crate::{DType, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
 /// A range of indices along an axis, as in ONNX's Slice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -204,6 +204,10 @@ impl Function for Pick {
         Some(Operation::Pick { axes: self.axes.clone(), fill: self.fill })
     }
 
+    fn takes(&self, _: usize, _: DType) -> bool {
+        true
+    }
+
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {
         let x = inputs[0];
         let y = match self.axes.iter().all(Option::is_none) {
@@ -214,6 +218,7 @@ impl Function for Pick {
     }
 
     fn backward(&self, (shape, _): Self::Saved, upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
+        let dtype = upstream.dtype();
         let (mut dx, mut inverse) = (upstream, vec![None; shape.len()]);
         for (axis, indices) in self.axes.iter().enumerate() {
             let Some(indices) = indices else { continue };
@@ -225,13 +230,13 @@ impl Function for Pick {
                 }
             }
             match repeated {
-                true => dx = self.summed(&dx, axis, shape[axis])?,
+                true => dx = self.summed(&dx.in_dtype(dtype.computed_in())?, axis, shape[axis])?,
                 false => inverse[axis] = Some(from),
             }
         }
         if inverse.iter().any(Option::is_some) {
             dx = self.taken(&dx, &inverse, &shape, 0.0)?;
         }
-        Ok(vec![Some(dx)])
+        Ok(vec![Some(if dx.dtype() == dtype { dx } else { dx.in_dtype(dtype)? })])
     }
 }

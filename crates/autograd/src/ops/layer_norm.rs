@@ -69,7 +69,6 @@ pub fn layer_norm(
 ) -> Result<Tensor> {
     let (shape, format) = options.parameters(x)?;
     let inputs: Vec<&Tensor> = [Some(x), weight, bias].into_iter().flatten().collect();
-    same_dtype(NAME, &inputs)?;
     for (name, parameter) in [("weight", weight), ("bias", bias)] {
         if let Some(parameter) = parameter.filter(|parameter| parameter.shape() != shape) {
             let found = parameter.shape();
@@ -114,6 +113,7 @@ impl Function for LayerNorm {
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, SavedLayerNorm)> {
+        same_dtype(NAME, inputs)?;
         let x = inputs[0];
         let parameter = |index: usize| inputs[index].in_format(MemoryFormat::Contiguous);
         let weight = self.has[0].then(|| parameter(1)).transpose()?;

@@ -64,7 +64,7 @@ impl Function for Linear {
             let cpu = x.device().compute();
             y.update_elements(|y| Ok(elementwise::add_bias(cpu, &extent, bias.elements()?, y)?))?;
         }
-        Ok((y, (x.detach(), weight.detach())))
+        Ok((y, (x.keep_unconverted(), weight.keep_unconverted())))
     }
 
     fn backward(

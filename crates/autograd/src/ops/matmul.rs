@@ -3,7 +3,7 @@
 use convoke_kernels::matmul as kernel;
 
 use super::broadcast::broadcast_shape;
-use super::same_dtype;
+use super::{of_type, same_dtype};
 use crate::error::invalid;
 use crate::{Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
@@ -56,7 +56,7 @@ pub fn gemm(a: &Tensor, b: &Tensor, c: Option<&Tensor>, options: &GemmOptions) -
         let reason = format!("c {:?} does not broadcast to the product {:?}", c.shape(), product.shape());
         return Err(invalid("gemm", reason));
     }
-    product.add(&scaled(c, beta)?)
+    product.add(&scaled(&of_type(c, &product)?, beta)?)
 }
 
 /// The product of stacks of matrices, each stack's taken transposed or not.
@@ -200,7 +200,7 @@ impl Function for MatMul {
         let (of_a, of_b) = (merged.a.matrices(&merged.batch), merged.b.matrices(&merged.batch));
         let terms: Terms = of_a.into_iter().zip(of_b).map(|(a, b)| vec![[a, b]]).collect();
         let [left, right] = self.sides(&merged, &a, &b);
-        Ok((products(&shapes.output, left, right, &terms)?, [a, b]))
+        Ok((products(&shapes.output, left, right, &terms)?, [a.keep_unconverted(), b.keep_unconverted()]))
     }
 
     fn backward(&self, [a, b]: [Tensor; 2], upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>> {

@@ -27,7 +27,7 @@ impl Function for ToFormat {
         Some(Operation::Format)
     }
 
-    fn takes(&self, _: DType) -> bool {
+    fn takes(&self, _: usize, _: DType) -> bool {
         true
     }
 

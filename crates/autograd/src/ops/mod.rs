@@ -91,6 +91,19 @@ pub(crate) fn same_dtype(operation: &'static str, tensors: &[&Tensor]) -> Result
     }
 }
 
+/// Checks that parameters have the type in which kernels compute with numbers of x's type.
+pub(crate) fn check_parameters(
+    operation: &'static str,
+    x: &Tensor,
+    parameters: &[Option<&Tensor>],
+) -> Result<()> {
+    let expected = x.dtype().computed_in();
+    match parameters.iter().flatten().find(|parameter| parameter.dtype() != expected) {
+        Some(other) => Err(Error::DType { operation, expected, found: other.dtype() }),
+        None => Ok(()),
+    }
+}
+
 /// Checks that an operand, if there is one, is a vector with one number per channel.
 fn check_vector(
     operation: &'static str,
@@ -105,6 +118,11 @@ fn check_vector(
         )),
         _ => Ok(()),
     }
+}
+
+/// A parameter in the type of the tensor that it is combined with.
+fn of_type(parameter: &Tensor, with: &Tensor) -> Result<Tensor> {
+    if parameter.dtype() == with.dtype() { Ok(parameter.clone()) } else { parameter.to_dtype(with.dtype()) }
 }
 
 /// The elements of a parameter, if there is one.

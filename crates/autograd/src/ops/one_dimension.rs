@@ -4,7 +4,7 @@ use super::conv2d::Conv2d;
 use super::pool2d::{AveragePool, MaxPool};
 use super::{ConvOptions, Padding, PoolOptions};
 use crate::error::invalid;
-use crate::{Function, Needs, Operation, Result, Tensor, apply};
+use crate::{DType, Function, Needs, Operation, Result, Tensor, apply};
 
 /// How a 1-D convolution steps over its input, as PyTorch's `conv1d` takes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -147,6 +147,10 @@ impl<F: Function> Function for AlongWidth<F> {
 
     fn describe(&self) -> Option<Operation> {
         self.0.describe()
+    }
+
+    fn takes(&self, input: usize, dtype: DType) -> bool {
+        self.0.takes(input, dtype)
     }
 
     fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, F::Saved)> {

@@ -193,7 +193,7 @@ impl Function for Rearrange {
         })
     }
 
-    fn takes(&self, _: DType) -> bool {
+    fn takes(&self, _: usize, _: DType) -> bool {
         true
     }
 

@@ -4,7 +4,7 @@ use convoke_kernels::Slice;
 use convoke_kernels::activation::Activation;
 use convoke_kernels::pointwise::{self as kernel, Saves};
 
-use crate::{Function, Needs, Operation, Result, Tensor, apply};
+use crate::{DType, Function, Needs, Operation, Result, Tensor, apply};
 
 pub use convoke_kernels::pointwise::Pointwise;
 
@@ -29,7 +29,7 @@ impl Tensor {
     /// max(0, x) of every element; NaN stays NaN.
     ///
     /// # Errors
-    /// If the tensor is f16 or bf16, or there is no memory.
+    /// If there is no memory.
     pub fn relu(&self) -> Result<Tensor> {
         pointwise(self, Pointwise::Relu)
     }
@@ -37,7 +37,7 @@ impl Tensor {
     /// 1 / (1 + e^-x) of every element.
     ///
     /// # Errors
-    /// If the tensor is f16 or bf16, or there is no memory.
+    /// If there is no memory.
     pub fn sigmoid(&self) -> Result<Tensor> {
         pointwise(self, Pointwise::Sigmoid)
     }
@@ -185,6 +185,10 @@ impl Function for Apply {
 
     fn describe(&self) -> Option<Operation> {
         Some(Operation::Pointwise(self.function))
+    }
+
+    fn takes(&self, _: usize, _: DType) -> bool {
+        true
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Option<Tensor>)> {

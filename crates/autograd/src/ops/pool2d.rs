@@ -10,7 +10,7 @@ use convoke_kernels::pool::{
 use super::{empty, four_dimensions};
 use crate::error::{invalid, refused};
 use crate::planes::{OfPlanes, PlaneMap};
-use crate::{Cpu, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
+use crate::{Cpu, DType, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 use convoke_kernels::{Slice, SliceMut};
 
 /// The windows of a pooling, height before width, as PyTorch's `max_pool2d` and `avg_pool2d` take them.
@@ -133,6 +133,10 @@ impl Function for MaxPool {
         Some(Operation::MaxPool(self.options))
     }
 
+    fn takes(&self, _: usize, _: DType) -> bool {
+        true
+    }
+
     fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, Indices)> {
         let x = inputs[0];
         if x.is_empty() {
@@ -214,6 +218,10 @@ impl PlaneMap for AveragePool {
 
     fn describe(&self) -> Operation {
         Operation::AveragePool(self.options)
+    }
+
+    fn takes(&self, _: DType) -> bool {
+        true
     }
 
     fn output_shape(&self) -> [usize; 4] {

@@ -5,7 +5,7 @@ use convoke_kernels::strided::{Fold, Map, Reduction};
 use super::broadcast::Over;
 use super::{checked_axes, contiguous_as};
 use crate::error::invalid;
-use crate::{Function, MemoryFormat, Needs, Operation, ReduceKind, Result, Tensor, apply};
+use crate::{DType, Function, MemoryFormat, Needs, Operation, ReduceKind, Result, Tensor, apply};
 
 impl Tensor {
     /// The sum over axes, which count from the last if negative; over all of them if `axes` is empty. `keep` leaves them in the
@@ -132,6 +132,11 @@ impl Function for Reduce {
             Fold::Min => ReduceKind::Min,
         };
         Some(Operation::Reduce { kind, axes, keep: self.keep })
+    }
+
+    /// The other folds have more than one step to the gradient: rounded between them, it would not be that of the elements.
+    fn takes(&self, _: usize, dtype: DType) -> bool {
+        dtype.computes() || self.reduction.fold == Fold::Sum
     }
 
     fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, SavedReduce)> {

@@ -89,7 +89,7 @@ impl Function for Reshape {
         Some(Operation::Reshape)
     }
 
-    fn takes(&self, _: DType) -> bool {
+    fn takes(&self, _: usize, _: DType) -> bool {
         true
     }
 

@@ -2,7 +2,7 @@
 
 use crate::common::cases::{Case, OPERATIONS, Size};
 use crate::common::{FORMATS, device, laid_out, tensor};
-use convoke_autograd::{BackwardOptions, DType, Device, MemoryFormat, Result, Tensor};
+use convoke_autograd::{BackwardOptions, DType, Device, MemoryFormat, Result, Tensor, no_grad};
 use convoke_testkit::Failures;
 
 /// Forward and backward of a case at these inputs, with the bytes in use after every allocation and release.
@@ -18,14 +18,16 @@ fn run(case: &Case, device: &Device, inputs: &[Tensor]) -> Result<(Vec<usize>, [
     Ok((live, [output, gradient]))
 }
 
-fn check(case: &Case, device: &Device) -> std::result::Result<(), String> {
+fn check(case: &Case, device: &Device, dtype: DType) -> std::result::Result<(), String> {
     let dry = device.dry();
+    let inputs = case.inputs.iter().map(|input| no_grad(|| input.to_dtype(dtype)));
+    let inputs: Vec<Tensor> = inputs.collect::<Result<_>>().map_err(|error| error.to_string())?;
     let copy = |input: &Tensor| {
         let zeros = Tensor::zeros(&dry, input.shape(), input.dtype()).unwrap();
         if input.shape().len() < 3 { zeros } else { zeros.to_format(input.format()).unwrap() }
     };
-    let copies: Vec<Tensor> = case.inputs.iter().map(copy).collect();
-    let (real, _) = run(case, device, &case.inputs).map_err(|error| error.to_string())?;
+    let copies: Vec<Tensor> = inputs.iter().map(copy).collect();
+    let (real, _) = run(case, device, &inputs).map_err(|error| error.to_string())?;
     let (counted, results) = run(case, &dry, &copies).map_err(|error| format!("dry: {error}"))?;
     // Other tensors live on the real device.
     let changes =
@@ -33,7 +35,8 @@ fn check(case: &Case, device: &Device) -> std::result::Result<(), String> {
     if changes(&counted) != changes(&real) {
         return Err(format!("bytes dry: {counted:?}, else: {real:?}"));
     }
-    let written = |tensor: &Tensor| tensor.data::<f64>().unwrap().iter().any(|value| value.to_bits() != 0);
+    let written =
+        |tensor: &Tensor| tensor.elements().unwrap().to_f64().iter().any(|value| value.to_bits() != 0);
     match results.iter().any(written) {
         true => Err("something was computed".into()),
         false => Ok(()),
@@ -51,8 +54,10 @@ fn every_operation_takes_the_same_bytes_and_computes_nothing() {
             FORMATS.into_iter().flat_map(|format| [(format, Size::Small), (format, Size::Large)])
         {
             for case in operation.cases(&device, format, size) {
-                let name = format!("{} {format} {size:?} {}", operation.name, case.name);
-                failures.run(name, || check(&case, &device));
+                for dtype in [DType::F64, DType::BF16] {
+                    let name = format!("{} {dtype} {format} {size:?} {}", operation.name, case.name);
+                    failures.run(name, || check(&case, &device, dtype));
+                }
             }
         }
     }

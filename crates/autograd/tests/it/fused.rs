@@ -1,11 +1,11 @@
 //! conv_bn2d is batch_norm of conv2d and then ReLU: the same values, the same moments, the same gradients.
 
-use crate::common::{FORMATS, Number, bits, device, laid_out, normal, tensor, values};
+use crate::common::{FORMATS, bits, device, laid_out, normal, tensor, values};
 use convoke_autograd::ops::{
     Activation, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, Moments, Padding, Statistics,
     batch_norm, conv_bn_block2d, conv2d,
 };
-use convoke_autograd::{BackwardOptions, Device, Gradients, MemoryFormat, Result, Tensor, no_grad};
+use convoke_autograd::{BackwardOptions, DType, Device, Gradients, MemoryFormat, Result, Tensor, no_grad};
 use convoke_testkit::{Failures, Tolerance, check_close, check_relative_to_max, uniform};
 
 #[derive(Debug, Clone, Copy)]
@@ -60,11 +60,14 @@ struct Leaves {
 }
 
 impl Leaves {
-    fn new<T: Number>(device: &Device, problem: &Problem, format: MemoryFormat) -> Leaves {
-        let leaf = |seed, shape: &[usize]| normal::<T>(device, seed, shape).with_grad();
+    /// Leaves for x of this type, and parameters of that in which kernels compute with it.
+    fn new(device: &Device, problem: &Problem, format: MemoryFormat, dtype: DType) -> Leaves {
+        let leaf = |seed, shape: &[usize]| {
+            of_type(normal::<f64>(device, seed, shape), dtype.computed_in()).with_grad()
+        };
         let channels = &problem.weight[..1];
         Leaves {
-            x: laid_out(normal::<T>(device, 1, &problem.x), format).with_grad(),
+            x: of_type(laid_out(normal::<f64>(device, 1, &problem.x), format), dtype).with_grad(),
             weight: leaf(2, &problem.weight),
             bias: problem.bias.then(|| leaf(3, channels)),
             gamma: problem.affine.then(|| leaf(4, channels)),
@@ -107,19 +110,28 @@ fn norm_options(problem: &Problem) -> BatchNormOptions {
     BatchNormOptions { statistics, ..BatchNormOptions::default() }
 }
 
+/// `tensor` as a constant of this type.
+fn of_type(tensor: Tensor, dtype: DType) -> Tensor {
+    no_grad(|| tensor.to_dtype(dtype)).unwrap()
+}
+
 /// Runs one problem both ways. Forward takes the same steps on the same numbers, so the same bits come out.
-fn compare<T: Number>(problem: &Problem, format: MemoryFormat, rtol: f64) -> std::result::Result<(), String> {
+fn compare(
+    problem: &Problem,
+    format: MemoryFormat,
+    (dtype, rtol): (DType, f64),
+) -> std::result::Result<(), String> {
     let device = device();
-    let leaves = Leaves::new::<T>(&device, problem, format);
+    let leaves = Leaves::new(&device, problem, format, dtype);
     let (fused, fused_moments) = leaves.fused(problem).map_err(|error| error.to_string())?;
     let (separate, moments) = leaves.separate(problem).map_err(|error| error.to_string())?;
-    let as_f64 = |tensor: &Tensor| values::<T>(tensor).iter().map(|value| value.f64()).collect::<Vec<_>>();
+    let as_f64 = |tensor: &Tensor| tensor.elements().unwrap().to_f64();
     let (values, expected) = (as_f64(&fused), as_f64(&separate));
     check_close(&values, &expected, Tolerance::EXACT).map_err(|error| format!("forward: {error}"))?;
     if fused.format() != format || fused_moments != moments || moments.is_some() == problem.constant {
         return Err(format!("{:?}, moments {fused_moments:?} and {moments:?}", fused.format()));
     }
-    let upstream = laid_out(normal::<T>(&device, 8, fused.shape()), format);
+    let upstream = of_type(laid_out(normal::<f64>(&device, 8, fused.shape()), format), dtype);
     let backward = |output: &Tensor| -> Result<Gradients> {
         output.backward_with(BackwardOptions { upstream: Some(upstream.clone()), retain_graph: false })
     };
@@ -143,8 +155,10 @@ fn fused_and_separate_agree() {
     let mut failures = Failures::new("fused against separate");
     for problem in problems() {
         for format in FORMATS {
-            failures.run(format!("f32 {format} {problem:?}"), || compare::<f32>(&problem, format, 1e-5));
-            failures.run(format!("f64 {format} {problem:?}"), || compare::<f64>(&problem, format, 1e-12));
+            // Backward of 16 bits takes the same steps on the same numbers.
+            for of in [(DType::F32, 1e-5), (DType::F64, 1e-12), (DType::BF16, 1e-5), (DType::F16, 1e-5)] {
+                failures.run(format!("{} {format} {problem:?}", of.0), || compare(&problem, format, of));
+            }
         }
     }
     failures.finish();
@@ -154,7 +168,7 @@ fn fused_and_separate_agree() {
 fn a_forward_without_backward_frees_everything() {
     let device = device();
     let problem = problems()[0];
-    let leaves = Leaves::new::<f32>(&device, &problem, FORMATS[0]);
+    let leaves = Leaves::new(&device, &problem, FORMATS[0], DType::F32);
     let before = device.memory().live_bytes;
     let (recorded, moments) = leaves.fused(&problem).unwrap();
     assert!(recorded.requires_grad() && moments.is_some());
@@ -169,7 +183,7 @@ fn a_forward_without_backward_frees_everything() {
 fn two_backwards_give_the_same_bits() {
     let device = device();
     for problem in problems().into_iter().take(12) {
-        let leaves = Leaves::new::<f64>(&device, &problem, FORMATS[1]);
+        let leaves = Leaves::new(&device, &problem, FORMATS[1], DType::F64);
         let (y, _) = leaves.fused(&problem).unwrap();
         let before = bits(&y);
         let upstream = normal::<f64>(&device, 8, y.shape());
@@ -190,7 +204,7 @@ fn a_weight_that_changes_before_backward_does_not_matter() {
     let device = device();
     let problem = problems()[0];
     let gradient = |change: bool| {
-        let mut leaves = Leaves::new::<f64>(&device, &problem, FORMATS[0]);
+        let mut leaves = Leaves::new(&device, &problem, FORMATS[0], DType::F64);
         let (y, _) = leaves.fused(&problem).unwrap();
         let x = leaves.x.clone();
         if change {

@@ -9,6 +9,7 @@ mod fused;
 mod golden;
 mod gradcheck_ops;
 mod gradcheck_tool;
+mod halves;
 mod keep;
 mod layers;
 mod memory;
