@@ -23,6 +23,8 @@ from ._partition import Regions
 from ._writes import Writes, example, is_given, is_view, operation_name, storages, writes_into
 
 DTYPES = {torch.float32: "f32", torch.float64: "f64"}
+#: The names of all types that tensors of a graph may have.
+NAMES = {**DTYPES, torch.bfloat16: "bf16"}
 #: The names of the types in definitions.
 KINDS = {torch.float32: "F32", torch.float64: "F64"}
 
@@ -198,6 +200,12 @@ def axes_in_memory(tensor: torch.Tensor, sizes: dict[Any, int]) -> list[int]:
     return [next(places) if axis in wide else axis for axis in range(len(shape))]
 
 
+def dtype_of(value: Any) -> torch.dtype | None:
+    """The type of a tensor, or of the first of several."""
+    parts = value if isinstance(value, (tuple, list)) else [value]
+    return next((part.dtype for part in parts if isinstance(part, torch.Tensor)), None)
+
+
 class Translator:
     """Turns nodes of a captured graph into nodes of a definition."""
 
@@ -205,6 +213,8 @@ class Translator:
         self.to = Emitter()
         self.kinds, self.names, self.sizes = kinds, names, sizes
         self.values: dict[torch.fx.Node, Any] = {}
+        #: Values in another type than they are given in.
+        self.converted: dict[tuple[torch.fx.Node, torch.dtype], Value] = {}
         #: The nodes whose tensors the definition takes: as inputs, and as parameters and statistics.
         self.inputs: list[torch.fx.Node] = []
         self.state: list[torch.fx.Node] = []
@@ -251,12 +261,33 @@ class Translator:
         )
         self.to.place = path_of(node)
         self.to.axes = lambda: axes_in_memory(example(node.all_input_nodes[0]), self.sizes)
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.value)
+        self.to.dtype = dtype_of(result)
+        first = next(iter(node.all_input_nodes), None)
+
+        def read(part: torch.fx.Node) -> Any:
+            keeps = op.has_parameters and part is not first
+            return self.value(part) if keeps else self.value_in(part, self.to.dtype)
+
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), read)
         self.values[node] = op.translate(self.to, *args, **kwargs, shape=shape)
+
+    def value_in(self, node: torch.fx.Node, dtype: torch.dtype | None) -> Any:
+        """The value of a node as an operation reads it that gives this type: autocast and PyTorch's promotion convert it before."""
+        value, given = self.value(node), dtype_of(example(node))
+        if not isinstance(value, Value) or given is dtype or given not in _operators.PRECISIONS or dtype not in _operators.PRECISIONS:
+            return value
+        if (node, dtype) not in self.converted:
+            self.converted[node, dtype] = self.to.converted(value, dtype)
+        return self.converted[node, dtype]
 
     def taken(self) -> list[Value]:
         """What the definition takes: the inputs, and then what dropout multiplies by."""
-        return [self.values[node] for node in self.inputs] + [noise for noise, _ in self.to.noises]
+        return [self.values[node] for node in self.inputs] + [noise for noise, _, _ in self.to.noises]
+
+    def types_taken(self, dtype: torch.dtype) -> list[torch.dtype]:
+        """The types of these, where `dtype` is that of numbers."""
+        inputs = [getattr(example(node), "dtype", dtype) for node in self.inputs]
+        return inputs + [kind or dtype for _, _, kind in self.to.noises]
 
     def definition(self, outputs: Iterable[torch.fx.Node], dtype: torch.dtype) -> str:
         """The definition as JSON."""
@@ -331,6 +362,9 @@ class Support:
             for part in tensor if isinstance(tensor, (tuple, list)) else [tensor]:
                 if isinstance(part, torch.Tensor):
                     self._check_tensor(part)
+        for read in node.all_input_nodes:
+            if self.kinds.get(read) in ("parameter", "statistic") and example(read).dtype is not self.dtype:
+                raise Unsupported(f"a parameter is of type {str(example(read).dtype).removeprefix('torch.')}")
         translator = Translator(self.kinds, self.names, None)
         if node.target is operator.getitem and isinstance(tensors[0], (tuple, list)):
             if node.args[0] not in self.supported:
@@ -347,19 +381,22 @@ class Support:
             raise Unsupported("it reads no tensor that depends on the model's input")
         try:
             graph = _engine.Graph(dry, json.dumps(definition), DTYPES[self.dtype])
-            found = graph.output_shapes(shapes)
+            types = [NAMES[kind] for kind in translator.types_taken(self.dtype)]
+            found, types = graph.outputs(list(zip(shapes, types)))
         except (RuntimeError, ValueError, MemoryError) as error:
             raise Unsupported(str(error)) from None
         wanted = [list(shape_of(part, None)) for part in results]
         if found != wanted:
             raise Unsupported(f"its result would have the shape {found} instead of {wanted}")
+        if types != [NAMES[part.dtype] for part in results]:
+            raise Unsupported(f"its result would be of type {', '.join(types)}")
 
     def _check_tensor(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != "cpu":
             raise Unsupported(f"a tensor is on {tensor.device.type}")
         if tensor.layout is not torch.strided:
             raise Unsupported(f"a tensor is {tensor.layout}")
-        if tensor.dtype is not self.dtype:
+        if tensor.dtype is not self.dtype and (self.dtype, tensor.dtype) != (torch.float32, torch.bfloat16):
             raise Unsupported(f"a tensor is of type {str(tensor.dtype).removeprefix('torch.')}")
 
     def _keep_lists_together(self, graph: torch.fx.Graph) -> None:

@@ -18,6 +18,10 @@ import torch.nn.functional as F
 from . import _volumes
 
 
+#: The types between which values are converted inside a graph, by their names in definitions.
+PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
 class Unsupported(Exception):
     """Why convoke does not run an operation. Its text completes "left to PyTorch: "."""
 
@@ -44,14 +48,15 @@ class Emitter:
         self.stored: list[dict[str, Any]] = []
         #: Stand-ins for running statistics that a batch norm does not have: name and number of channels.
         self.dummies: dict[str, int] = {}
-        #: What dropout multiplies by, drawn for each call: the value, and the probability that an element is 0.
-        self.noises: list[tuple[Value, float]] = []
+        #: What dropout multiplies by, drawn for each call: the value, the probability that an element is 0, and the type.
+        self.noises: list[tuple[Value, float, torch.dtype | None]] = []
         #: The axes of each of these in the order of memory, outermost first: elements are drawn in that order.
         self.noise_axes: list[list[int]] = []
         #: Gives the axes of what the node that is being translated reads, in the order of memory.
         self.axes: Callable[[], list[int]] = list
-        #: The name of the node that is being translated, for errors and reports.
+        #: The name of the node that is being translated, for errors and reports, and the type of its result.
         self.place = ""
+        self.dtype: torch.dtype | None = None
         self._count = 0
 
     def name(self) -> str:
@@ -98,9 +103,13 @@ class Emitter:
     def noise(self, shape: Sequence[int], p: float, axes: Sequence[int]) -> Value:
         """A tensor of dropout: an element is 0 with probability p, and else 1 / (1 - p). `axes` is their order in memory."""
         value = Value(self.name(), tuple(shape), "noise")
-        self.noises.append((value, p))
+        self.noises.append((value, p, self.dtype))
         self.noise_axes.append(list(axes))
         return value
+
+    def converted(self, x: Value, dtype: torch.dtype) -> Value:
+        """The nearest numbers of another type, float32 or bfloat16."""
+        return self.node({"Precision": PRECISIONS[dtype]}, [x], x.shape)
 
     def reshaped(self, x: Value, shape: Sequence[int]) -> Value:
         """The same elements in the same order, in another shape."""
@@ -131,6 +140,8 @@ class Operator:
     view: bool
     #: Whether it alone makes a subgraph worth running: what only moves or maps elements does not.
     computes: bool
+    #: Whether its tensors after the first are parameters, which are float32 where the first is bfloat16.
+    has_parameters: bool
 
 
 _FUNCTIONS: dict[Any, Operator] = {}
@@ -145,10 +156,14 @@ _IN_PLACE: dict[Any, Any] = {
 
 
 def _operator(
-    *targets: Any, methods: Sequence[str] = (), view: bool = False, computes: bool = False
+    *targets: Any,
+    methods: Sequence[str] = (),
+    view: bool = False,
+    computes: bool = False,
+    has_parameters: bool = False,
 ) -> Callable[[Translation], Translation]:
     def add(translate: Translation) -> Translation:
-        entry = Operator(translate, view, computes)
+        entry = Operator(translate, view, computes, has_parameters)
         for target in targets:
             _FUNCTIONS[target] = entry
             # torch.relu_ and F.relu_ stand beside torch.relu and F.relu.
@@ -235,7 +250,7 @@ def _spatial_axes(x: Value, weight: Value) -> int:
     return axes
 
 
-@_operator(torch.conv1d, torch.conv2d, torch.conv3d, computes=True)
+@_operator(torch.conv1d, torch.conv2d, torch.conv3d, computes=True, has_parameters=True)
 def _conv(to, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, *, shape):
     axes = _spatial_axes(input, _tensor(weight, "weight"))
     if padding == "same" and any(size != 1 for size in _repeated(stride, axes, "stride")):
@@ -243,7 +258,7 @@ def _conv(to, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=
     return to.node({"Conv": _window(stride, padding, dilation, groups, axes)}, [input, weight, bias], shape)
 
 
-@_operator(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d, computes=True)
+@_operator(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d, computes=True, has_parameters=True)
 def _conv_transpose(
     to, input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1, *, shape
 ):
@@ -256,7 +271,7 @@ def _conv_transpose(
     return to.node({"ConvTranspose": op}, [input, weight, bias], shape)
 
 
-@_operator(F.linear, torch._C._nn.linear, computes=True)
+@_operator(F.linear, torch._C._nn.linear, computes=True, has_parameters=True)
 def _linear(to, input, weight, bias=None, *, shape):
     if input.rank < 2:
         raise Unsupported("its input has no batch axis")
@@ -289,7 +304,7 @@ def _affine(to: Emitter, weight: Value | None, bias: Value | None, channels: int
     return weight, bias
 
 
-@_operator(F.batch_norm, computes=True)
+@_operator(F.batch_norm, computes=True, has_parameters=True)
 def _batch_norm(
     to, input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5, *, shape
 ):
@@ -311,13 +326,13 @@ def _batch_norm(
     return to.node({"BatchNorm": op}, [input, weight, bias, running_mean, running_var], shape)
 
 
-@_operator(F.group_norm, torch.group_norm, computes=True)
+@_operator(F.group_norm, torch.group_norm, computes=True, has_parameters=True)
 def _group_norm(to, input, num_groups, weight=None, bias=None, eps=1e-5, *, shape):
     weight, bias = _affine(to, weight, bias, input.shape[1])
     return to.node({"GroupNorm": {"groups": num_groups, "eps": _finite(eps)}}, [input, weight, bias], shape)
 
 
-@_operator(F.layer_norm, torch.layer_norm, computes=True)
+@_operator(F.layer_norm, torch.layer_norm, computes=True, has_parameters=True)
 def _layer_norm(to, input, normalized_shape, weight=None, bias=None, eps=1e-5, *, shape):
     axes = len(normalized_shape) if isinstance(normalized_shape, (tuple, list)) else 1
     if weight is None:
@@ -327,7 +342,7 @@ def _layer_norm(to, input, normalized_shape, weight=None, bias=None, eps=1e-5, *
     return to.node({"LayerNorm": {"axis": -axes, "eps": _finite(eps)}}, [input, weight, bias], shape)
 
 
-@_operator(F.instance_norm, computes=True)
+@_operator(F.instance_norm, computes=True, has_parameters=True)
 def _instance_norm(
     to,
     input,
@@ -566,7 +581,7 @@ def _gelu(to, input, approximate="none", *, shape):
     return to.node({"Pointwise": "GeluTanh" if approximate == "tanh" else "Gelu"}, [input], shape)
 
 
-@_operator(F.prelu, torch.prelu, methods=["prelu"])
+@_operator(F.prelu, torch.prelu, methods=["prelu"], has_parameters=True)
 def _prelu(to, input, weight, *, shape):
     channels = math.prod(weight.shape)
     if channels > 1:
@@ -697,6 +712,14 @@ def _reshape(to, input, *sizes, shape, **named):
 
 @_operator(methods=["contiguous"], view=True)
 def _contiguous(to, input, memory_format=None, *, shape):
+    return to.node("Identity", [input], shape)
+
+
+@_operator(methods=["to", "float", "bfloat16", "type_as"], view=True)
+def _convert(to, input, *others, shape, **named):
+    if named.keys() - {"dtype", "copy", "non_blocking"}:
+        raise Unsupported("it changes more than the type")
+    # What it reads is converted to the type of its result, as for any other operation.
     return to.node("Identity", [input], shape)
 
 

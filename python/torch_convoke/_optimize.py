@@ -103,7 +103,8 @@ def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
 class Optimized:
     """What runs the calls of an optimized model, in the place where `model.compile()` puts what it compiles."""
 
-    def __init__(self, model: torch.nn.Module, options: Options):
+    def __init__(self, model: torch.nn.Module, options: Options, precision: str = "f32"):
+        self.precision = precision
         self.backend = Backend(options)
         self._model = model
         #: A budget holds from the first call on.
@@ -138,6 +139,12 @@ class Optimized:
         self._known = torch._dynamo.run(call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.precision == "f32":
+            return self._call(args, kwargs)
+        with torch.autocast("cpu", torch.bfloat16):
+            return self._call(args, kwargs)
+
+    def _call(self, args: Any, kwargs: Any) -> Any:
         model = self._model
         # Others that trace or transform the model get its operations.
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch.jit.is_tracing():
@@ -180,6 +187,7 @@ def optimize(
     model: torch.nn.Module,
     *,
     memory_budget: int | str | None = None,
+    precision: str = "f32",
     threads: int | None = None,
     verbose: bool = False,
 ) -> torch.nn.Module:
@@ -196,26 +204,32 @@ def optimize(
     Args:
         model: Any module. What convoke does not have stays in PyTorch, between what it has: see `report`.
         memory_budget: The most memory of a training step, such as "2GB" or a number of bytes.
+        precision: "f32", or "bf16": calls then run as under ``torch.autocast("cpu", torch.bfloat16)``, so that results are bfloat16.
+            Parameters and their gradients stay float32. It halves the memory of activations, and time where the processor multiplies
+            bfloat16.
         threads: How many threads convoke uses; by default as many as PyTorch (`torch.get_num_threads()`).
         verbose: Whether to print what runs where when the model is captured.
 
     Raises:
         TypeError: If `model` is no module.
+        ValueError: If `precision` is neither "f32" nor "bf16".
         RuntimeError: If the model is already compiled by `model.compile()`.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"optimize takes a torch.nn.Module, not {type(model).__name__}")
+    if precision not in ("f32", "bf16"):
+        raise ValueError(f"precision must be 'f32' or 'bf16', not {precision!r}")
     _threads.check(threads)
     budget = None if memory_budget is None else parse_size(memory_budget)
     revert(model)
     if model._compiled_call_impl is not None:
         raise RuntimeError("the model is already compiled: optimize a model that is not, or use backend='convoke'")
     options = Options(budget, threads, verbose)
-    optimized = Optimized(model, options)
+    optimized = Optimized(model, options, precision)
     if callable(getattr(model, "training_step", None)):
         for name, child in model.named_children():
             if child._compiled_call_impl is None and next(child.parameters(), None) is not None:
-                child._compiled_call_impl = Optimized(child, options)
+                child._compiled_call_impl = Optimized(child, options, precision)
                 optimized.inner.append((name, child))
     model._compiled_call_impl = optimized
     return model

@@ -56,19 +56,21 @@ class Regions:
                     other.append(name)
             elif other:
                 self.reasons[node] = f"it is in a region of {other[-1]}"
-            elif autocast[-1]:
-                self.reasons[node] = "autocast is on, and its bf16 is PyTorch's"
+            elif autocast[-1] not in (None, torch.bfloat16):
+                self.reasons[node] = f"autocast to {str(autocast[-1]).removeprefix('torch.')} is on"
 
 
-def _autocast_now() -> bool:
-    return torch.is_autocast_enabled("cpu")
+def _autocast_now() -> torch.dtype | None:
+    """The type that autocast computes in on the CPU; None if it is off."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 
 
-def _autocast_of(node: torch.fx.Node, before: bool) -> bool:
-    """Whether a region turns autocast on for the CPU: its arguments are device, type, whether it is enabled, whether weights are cached."""
-    device = node.args[0] if node.args else node.kwargs.get("device_type")
-    enabled = node.args[2] if len(node.args) > 2 else node.kwargs.get("enabled", True)
-    return bool(enabled) if device == "cpu" else before
+def _autocast_of(node: torch.fx.Node, before: torch.dtype | None) -> torch.dtype | None:
+    """The type of a region of autocast: its arguments are device, type, whether it is enabled, whether weights are cached."""
+    arguments = dict(zip(("device_type", "dtype", "enabled"), node.args)) | dict(node.kwargs)
+    if arguments.get("device_type") != "cpu":
+        return before
+    return (arguments.get("dtype") or torch.bfloat16) if arguments.get("enabled", True) else None
 
 
 def effects_of(node: torch.fx.Node, kinds: dict[torch.fx.Node, str]) -> list[Any]:

@@ -117,8 +117,8 @@ def _subgraph(subgraph: Any) -> list[str]:
         if verdict is not None:
             why = f"; {verdict}"
             where = "convoke" if verdict.keeps else "PyTorch"
-        taken = [*specialization.shapes, *(shape for shape, _ in specialization.noises)]
-        steps, alone = specialization.graph.describe([list(shape) for shape in taken])
+        taken = [*specialization.shapes, *(shape for shape, _, _ in specialization.noises)]
+        steps, alone = specialization.graph.describe([(list(shape), kind) for shape, kind in zip(taken, specialization.types)])
         fused = sum("+" in operation for _, operation, _, _ in steps)
         lines.append(
             f"{where} runs {len(subgraph.body)} operations on {shapes} as {len(steps)} steps, {fused} of them fused{why}."

@@ -66,6 +66,8 @@ class Input(NamedTuple):
     """An input of a graph whose memory is planned."""
 
     shape: tuple[int, ...]
+    #: The name of its type.
+    dtype: str
     channels_last: bool
     #: Whether it gets a gradient.
     gradient: bool
@@ -135,17 +137,19 @@ class Specialization:
         inputs = [_capture.example(node) for node in translator.inputs]
         inputs = [value if isinstance(value, torch.Tensor) else torch.zeros((), dtype=dtype) for value in inputs]
         self.shapes = [_capture.shape_of(tensor, sizes) for tensor in inputs]
+        #: The names of the types of what the graph takes.
+        self.types = [_capture.NAMES[kind] for kind in translator.types_taken(dtype)]
         described = [
-            Input(shape, _capture.is_channels_last(tensor), tensor.requires_grad)
+            Input(shape, _capture.NAMES[tensor.dtype], _capture.is_channels_last(tensor), tensor.requires_grad)
             for shape, tensor in zip(self.shapes, inputs)
-        ] + [Input(tuple(value.shape), False, False) for value, _ in translator.to.noises]
+        ] + [Input(tuple(value.shape), _capture.NAMES[kind or dtype], False, False) for value, _, kind in translator.to.noises]
         state = [(subgraph.names[node], _capture.example(node)) for node in translator.state]
         frozen = [name for name, tensor in state if not tensor.requires_grad]
         channels_last = [name for name, tensor in state if _capture.is_channels_last(tensor)]
         #: For plans of memory.
         self.step = Step(self.graph, described, frozen, channels_last)
-        #: What dropout multiplies by: shape and probability of 0.
-        self.noises = [(value.shape, p) for value, p in translator.to.noises]
+        #: What dropout multiplies by: shape, probability of 0, and type.
+        self.noises = [(value.shape, p, kind or dtype) for value, p, kind in translator.to.noises]
         self.noise_axes = translator.to.noise_axes
         #: The axes of each output in the order of memory, where that is neither of the engine's two formats.
         self.turned = [
@@ -178,8 +182,8 @@ class Specialization:
         capsules = [capsule(tensor.detach()) for tensor in tensors]
         inputs = capsules[:count]
         # Drawn as PyTorch's dropout draws, so that the same seed drops the same elements.
-        for (shape, p), axes in zip(self.noises, self.noise_axes):
-            noise = torch.empty_permuted(shape, axes, dtype=tensors[0].dtype)
+        for (shape, p, dtype), axes in zip(self.noises, self.noise_axes):
+            noise = torch.empty_permuted(shape, axes, dtype=dtype)
             inputs.append(capsule(noise.bernoulli_(1 - p).div_(1 - p) if p < 1 else noise.zero_()))
         needed = [needs[place] for place in self.input_places] + [False] * len(self.noises)
         needed += [isinstance(part, int) and needs[part] for part in self.state]

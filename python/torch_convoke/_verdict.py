@@ -110,6 +110,7 @@ def _key(specialization: Any, trains: bool) -> str:
     parts = [
         specialization.definition,
         [list(shape) for shape in specialization.shapes],
+        specialization.types,
         specialization.formats,
         trains,
         specialization.engine.threads,

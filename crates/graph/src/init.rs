@@ -82,7 +82,7 @@ impl Init {
     }
 
     /// Checks that the type is one that layers compute in.
-    fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self) -> Result<()> {
         match self.dtype.computes() {
             true => Ok(()),
             false => Err(Error::StorageOnly { operation: "parameter", dtype: self.dtype }),

@@ -101,21 +101,37 @@ impl Graph {
         self.names.clone()
     }
 
-    /// The shapes of the outputs for inputs of these shapes. Raises an error that names the operation if they do not fit.
-    fn output_shapes(&self, py: Python<'_>, inputs: Vec<Vec<usize>>) -> PyResult<Vec<Vec<usize>>> {
-        released(py, || self.model().graph.output_shapes(&inputs))
+    /// The shapes and the types of the outputs for inputs of these shapes and types, of a graph on a dry engine. Raises an error that
+    /// names the operation if they do not fit.
+    #[allow(clippy::type_complexity)]
+    fn outputs(
+        &self,
+        py: Python<'_>,
+        inputs: Vec<(Vec<usize>, String)>,
+    ) -> PyResult<(Vec<Vec<usize>>, Vec<String>)> {
+        released(py, || {
+            let input = |(shape, dtype): &(Vec<usize>, String)| {
+                Tensor::zeros(&self.device, shape, dtype_named(dtype)?)
+            };
+            let inputs = inputs.iter().map(input).collect::<convoke_autograd::Result<Vec<_>>>()?;
+            let outputs = no_grad(|| self.model().graph.run(&inputs))?;
+            let shapes = outputs.iter().map(|output| output.shape().to_vec()).collect();
+            Ok((shapes, outputs.iter().map(|output| output.dtype().to_string()).collect()))
+        })
     }
 
-    /// The steps for inputs of these shapes: (name, operation, shape of the output, floating-point operations); then the convolutions
+    /// The steps for inputs of these shapes and types: (name, operation, shape of the output, floating-point operations); then the convolutions
     /// that run alone: (name, why).
     #[allow(clippy::type_complexity)]
     fn describe(
         &self,
         py: Python<'_>,
-        inputs: Vec<Vec<usize>>,
+        inputs: Vec<(Vec<usize>, String)>,
     ) -> PyResult<(Vec<(String, String, Vec<usize>, u64)>, Vec<(String, &'static str)>)> {
         released(py, || {
-            let description = self.model().graph.describe(&inputs)?;
+            let dtypes = inputs.iter().map(|(_, dtype)| dtype_named(dtype)).collect::<Result<Vec<_>, _>>()?;
+            let shapes: Vec<_> = inputs.into_iter().map(|(shape, _)| shape).collect();
+            let description = self.model().graph.describe_in(&shapes, &dtypes)?;
             let steps = description.steps.into_iter();
             let steps = steps.map(|step| (step.name, step.operation, step.output, step.flops)).collect();
             Ok((steps, description.alone))
@@ -173,6 +189,12 @@ impl Graph {
         let statistics = statistics.map(|(place, values)| Ok((place, dlpack::give(py, values)?)));
         Ok((outputs.collect::<PyResult<_>>()?, statistics.collect::<PyResult<_>>()?, outcome.tape))
     }
+}
+
+/// The type with this name.
+pub(crate) fn dtype_named(name: &str) -> convoke_autograd::Result<DType> {
+    let named = DType::ALL.into_iter().find(|dtype| dtype.to_string() == name);
+    named.ok_or_else(|| Error::Invalid { operation: "graph", reason: format!("there is no type {name:?}") })
 }
 
 /// A memory format by whether it is channels-last.

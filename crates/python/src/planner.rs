@@ -10,8 +10,8 @@ use convoke_graph::planner::{
 use pyo3::prelude::*;
 
 use crate::engine::Engine;
-use crate::error::released;
-use crate::graph::{Graph, format};
+use crate::error::{exception, released};
+use crate::graph::{Graph, dtype_named, format};
 
 /// A graph as a part of a step: `Step` of `_run.py`.
 #[derive(FromPyObject)]
@@ -28,19 +28,21 @@ pub(crate) struct Step<'py> {
 #[derive(FromPyObject)]
 struct Input {
     shape: Vec<usize>,
+    /// The name of its type.
+    dtype: String,
     channels_last: bool,
     /// Whether it gets a gradient.
     gradient: bool,
 }
 
-fn steps(steps: Vec<Step<'_>>) -> Vec<GraphStep> {
-    let input = |Input { shape, channels_last, gradient }: Input| {
-        let format = format(channels_last);
-        GraphInput { shape, format, gradient }
+fn steps(steps: Vec<Step<'_>>) -> PyResult<Vec<GraphStep>> {
+    let input = |Input { shape, dtype, channels_last, gradient }: Input| {
+        let dtype = dtype_named(&dtype).map_err(exception)?;
+        Ok(GraphInput { shape, dtype, format: format(channels_last), gradient })
     };
     let step = |step: Step<'_>| {
-        let inputs = step.inputs.into_iter().map(input).collect();
-        step.graph.get().step(inputs, step.frozen, step.channels_last)
+        let inputs = step.inputs.into_iter().map(input).collect::<PyResult<_>>()?;
+        Ok(step.graph.get().step(inputs, step.frozen, step.channels_last))
     };
     steps.into_iter().map(step).collect()
 }
@@ -81,7 +83,7 @@ impl Planner {
     /// Times the blocks of the graphs, for about `seconds` at most.
     #[new]
     fn new(py: Python<'_>, engine: &Engine, graphs: Vec<Step<'_>>, seconds: f64) -> PyResult<Planner> {
-        let (device, steps) = (engine.device.clone(), steps(graphs));
+        let (device, steps) = (engine.device.clone(), steps(graphs)?);
         let time_budget = Duration::from_secs_f64(seconds.clamp(0.0, 1e6));
         let planner = released(py, || {
             let options = PlannerOptions { time_budget };
@@ -121,7 +123,7 @@ impl Planner {
 #[pyfunction]
 pub(crate) fn lighten(py: Python<'_>, engine: &Engine, graphs: Vec<Step<'_>>, most: usize) -> PyResult<()> {
     let models: Vec<_> = graphs.iter().map(|step| step.graph.clone()).collect();
-    let (device, steps) = (engine.device.clone(), steps(graphs));
+    let (device, steps) = (engine.device.clone(), steps(graphs)?);
     let keeps = released(py, || lightened(&device, &steps, most))?;
     for (graph, keeps) in models.iter().zip(keeps) {
         graph.get().keep(&keeps);
@@ -137,7 +139,7 @@ pub(crate) fn step_memory(
     graphs: Vec<Step<'_>>,
 ) -> PyResult<(usize, usize)> {
     let keeps: Vec<_> = graphs.iter().map(|step| step.graph.get().keeps()).collect();
-    let (device, steps) = (engine.device.clone(), steps(graphs));
+    let (device, steps) = (engine.device.clone(), steps(graphs)?);
     released(py, || {
         let bytes = graph_memory(&device, &steps, Some(&keeps))?;
         Ok((bytes.bytes_end_of_forward, bytes.bytes_peak))

@@ -1,6 +1,6 @@
 //! Arrays that are known before a graph runs: stored weights, constants, and what is computed from shapes.
 
-use convoke_autograd::{DType, Device, Error, MemoryFormat, Result, Tensor};
+use convoke_autograd::{DType, Device, MemoryFormat, Result, Tensor};
 use serde::{Deserialize, Serialize};
 
 /// Numbers in contiguous order, with a shape. No dimensions: a single number.
@@ -190,14 +190,11 @@ impl Array {
         }
     }
 
-    /// A tensor of these elements, of the type in which a model computes.
+    /// A tensor of these elements, or of the nearest numbers of this type.
     ///
     /// # Errors
-    /// If there is no memory, or the type is for storage only.
+    /// If there is no memory.
     pub fn to_tensor(&self, device: &Device, dtype: DType) -> Result<Tensor> {
-        if !dtype.computes() {
-            return Err(Error::StorageOnly { operation: "graph", dtype });
-        }
         Tensor::written_elements((device, dtype), &self.shape, MemoryFormat::Contiguous, |out| {
             match &self.data {
                 Data::F32(data) => out.update(|index, _| data[index].into()),

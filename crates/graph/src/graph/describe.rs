@@ -1,7 +1,7 @@
 //! What a graph computes for one size of its input, as lists to print.
 
-use convoke_autograd::Result;
 use convoke_autograd::ops::Activation;
+use convoke_autograd::{DType, Result};
 
 use super::Op;
 use super::fuse::Action;
@@ -36,13 +36,21 @@ pub struct StepDescription {
 }
 
 impl Graph {
-    /// What the model computes for inputs of these shapes.
+    /// What the model computes for inputs of these shapes, in the model's own type.
     ///
     /// # Errors
     /// If the shapes do not fit the model; the error names the node.
     pub fn describe(&self, inputs: &[Vec<usize>]) -> Result<Description> {
+        self.describe_in(inputs, &vec![self.dtype; inputs.len()])
+    }
+
+    /// What the model computes for inputs of these shapes and types.
+    ///
+    /// # Errors
+    /// If they do not fit the model; the error names the node.
+    pub fn describe_in(&self, inputs: &[Vec<usize>], dtypes: &[DType]) -> Result<Description> {
         let outputs = self.network.outputs.len();
-        let (plan, alone) = self.make_plan(inputs, outputs)?;
+        let (plan, alone) = self.make_plan_in(inputs, dtypes, outputs)?;
         let nodes = &self.network.nodes;
         let steps = plan.steps.iter().map(|step| {
             let output =

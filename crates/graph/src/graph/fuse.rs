@@ -313,7 +313,7 @@ impl<'a> Fusion<'a> {
     /// Whether a factor is a sixth, as precisely as the model computes.
     fn is_sixth(&self, factor: f64) -> bool {
         let exact = 1.0 / 6.0;
-        factor == exact || self.dtype == DType::F32 && factor as f32 == exact as f32
+        factor == exact || self.dtype != DType::F64 && factor as f32 == exact as f32
     }
 
     /// Joins a batch norm without a convolution to the activation behind it.

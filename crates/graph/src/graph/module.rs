@@ -12,7 +12,7 @@ use super::network::{
 };
 use super::plan::{Plan, PlanOperand, Request, Step, refused};
 use super::roles::{Role, origin, roles};
-use super::run::{Inputs, Place, Value};
+use super::run::{Inputs, Place, Value, follow};
 use super::{BatchNormOp, Definition, Dimension, Initial, Input, Op};
 use crate::modules::{
     ANY, BatchNorm, BatchNormConfig, ConvBnMode, Dropout, NormParts, StochasticDepth, push_affine,
@@ -36,7 +36,7 @@ pub struct Graph {
     /// What each stored array of the network is now.
     pub(super) entries: Vec<Entry>,
     device: Device,
-    dtype: DType,
+    pub(super) dtype: DType,
     pub(super) plans: Mutex<Vec<(Key, Arc<Plan>)>>,
     working_format: Option<MemoryFormat>,
 }
@@ -58,8 +58,8 @@ impl Entry {
     }
 }
 
-/// What a plan is for: the shapes of the inputs, and how many outputs are asked for.
-type Key = (Vec<Vec<usize>>, usize);
+/// What a plan is for: the shapes and types of the inputs, and how many outputs are asked for.
+type Key = (Vec<Vec<usize>>, Vec<DType>, usize);
 
 impl Graph {
     /// A model with the stored arrays as its initial parameters, in the type of `init`.
@@ -85,6 +85,7 @@ impl Graph {
         if definition.inputs.is_empty() || definition.outputs.is_empty() {
             return invalid(format!("the model {} has no input or no output", quoted(&definition.name)));
         }
+        init.check()?;
         let mut network = Network::new(definition)?;
         let (device, dtype) = (init.device.clone(), init.dtype);
         let roles = roles(&network);
@@ -271,8 +272,9 @@ impl Graph {
 
     /// Runs what the first outputs need.
     fn run_to(&self, inputs: &[Tensor], outputs: usize) -> Result<Vec<Tensor>> {
-        let plan =
-            self.plan(&inputs.iter().map(|input| input.shape().to_vec()).collect::<Vec<_>>(), outputs)?;
+        let shapes: Vec<Vec<usize>> = inputs.iter().map(|input| input.shape().to_vec()).collect();
+        let dtypes: Vec<DType> = inputs.iter().map(Tensor::dtype).collect();
+        let plan = self.plan(&shapes, &dtypes, outputs)?;
         let mut slots: Vec<Option<Tensor>> = vec![None; plan.shapes.len()];
         for (slot, input) in slots.iter_mut().zip(inputs) {
             *slot = Some(match self.working_format {
@@ -286,32 +288,42 @@ impl Graph {
         plan.outputs.iter().map(|source| self.read(&plan, source, &slots)).collect()
     }
 
-    /// The plan for inputs of these shapes.
-    pub(super) fn plan(&self, inputs: &[Vec<usize>], outputs: usize) -> Result<Arc<Plan>> {
+    /// The plan for inputs of these shapes and types.
+    pub(super) fn plan(&self, inputs: &[Vec<usize>], dtypes: &[DType], outputs: usize) -> Result<Arc<Plan>> {
         let expected = self.network.inputs.len();
         if inputs.len() != expected {
             return invalid(format!("the model takes {expected} inputs, not {}", inputs.len()));
         }
         let lock = || self.plans.lock().unwrap_or_else(PoisonError::into_inner);
-        let same = |(key, _): &&(Key, Arc<Plan>)| key.0 == inputs && key.1 == outputs;
+        let same = |(key, _): &&(Key, Arc<Plan>)| key.0 == inputs && key.1 == dtypes && key.2 == outputs;
         if let Some((_, plan)) = lock().iter().find(same) {
             return Ok(plan.clone());
         }
-        let (mut plan, _) = self.make_plan(inputs, outputs)?;
+        let (mut plan, _) = self.make_plan_in(inputs, dtypes, outputs)?;
         plan.free_unread();
         let plan = Arc::new(plan);
         let mut plans = lock();
         if plans.len() == PLANS {
             plans.remove(0);
         }
-        plans.push(((inputs.to_vec(), outputs), plan.clone()));
+        plans.push(((inputs.to_vec(), dtypes.to_vec(), outputs), plan.clone()));
         Ok(plan)
     }
 
-    /// A new plan, and the convolutions that are alone in it.
+    /// A new plan for inputs of the model's own type, and the convolutions that are alone in it.
     pub(super) fn make_plan(
         &self,
         inputs: &[Vec<usize>],
+        outputs: usize,
+    ) -> Result<(Plan, Vec<(usize, fuse::Alone)>)> {
+        self.make_plan_in(inputs, &vec![self.dtype; inputs.len()], outputs)
+    }
+
+    /// [`Graph::make_plan`] for inputs of these types.
+    pub(super) fn make_plan_in(
+        &self,
+        inputs: &[Vec<usize>],
+        dtypes: &[DType],
         outputs: usize,
     ) -> Result<(Plan, Vec<(usize, fuse::Alone)>)> {
         for (input, shape) in self.definition.inputs.iter().zip(inputs) {
@@ -329,8 +341,11 @@ impl Graph {
         let actual = inputs.first().and_then(|shape| shape.first()).copied();
         let batch = written.zip(actual).map(|(written, actual)| [written, actual]);
         let changes: Vec<bool> = self.entries.iter().map(|entry| !matches!(entry, Entry::Constant)).collect();
-        let place = Place { device: self.device.clone(), dtype: self.dtype, batch };
-        let request = Request { network: &self.network, changes: &changes, inputs, outputs, place };
+        // Inputs of 16 bits stand for numbers of the model's type.
+        let narrow = dtypes.iter().find(|dtype| **dtype != self.dtype && dtype.computed_in() == self.dtype);
+        let dtype = narrow.copied().unwrap_or(self.dtype);
+        let place = Place { device: self.device.clone(), dtype, batch };
+        let request = Request { network: &self.network, changes: &changes, inputs, dtypes, outputs, place };
         let mut plan = Plan::new(&request)?;
         let alone = fuse::fuse(&mut plan, &self.network);
         Ok((plan, alone))
@@ -404,7 +419,7 @@ impl Graph {
                         }
                     })
                     .collect::<Result<Vec<_>>>()?;
-                let operands = Inputs::new(&values, &plan.place, step.outputs.len());
+                let operands = Inputs::new(&node.op, &values, &plan.place, step.outputs.len());
                 node.op.run(&operands).map_err(|refusal| refused(node, refusal))?
             }
             Action::Norm(norm, activation) => {
@@ -421,8 +436,9 @@ impl Graph {
                 _ => vec![Value::Tensor(input(0)?)],
             },
             Action::Block(action) => {
-                let residual = if action.residual { Some(input(1)?) } else { None };
-                vec![Value::Tensor(action.run(&input(0)?, residual.as_ref()).map_err(in_node)?)]
+                let x = input(0)?;
+                let residual = if action.residual { Some(follow(&input(1)?, x.dtype())?) } else { None };
+                vec![Value::Tensor(action.run(&x, residual.as_ref()).map_err(in_node)?)]
             }
         };
         for (slot, output) in step.outputs.iter().zip(outputs) {

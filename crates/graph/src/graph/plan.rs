@@ -50,6 +50,8 @@ pub(super) struct Request<'a> {
     /// Whether each stored array is a tensor that may change, rather than a constant.
     pub(super) changes: &'a [bool],
     pub(super) inputs: &'a [Vec<usize>],
+    /// The type of each input.
+    pub(super) dtypes: &'a [DType],
     /// The outputs that are asked for are the first of the network's.
     pub(super) outputs: usize,
     pub(super) place: Place,
@@ -102,20 +104,20 @@ struct Planning<'a> {
 
 impl<'a> Planning<'a> {
     fn start(request: &'a Request<'a>) -> Result<Planning<'a>> {
-        let Request { network, changes, inputs, place, .. } = request;
+        let Request { network, changes, inputs, dtypes, place, .. } = request;
         let device = place.device.dry();
         let dry = Place { device: device.clone(), ..place.clone() };
         let mut values = vec![None; network.names.len()];
         let mut shapes = Vec::new();
-        for (&value, shape) in network.inputs.iter().zip(*inputs) {
-            let tensor = images(&device, shape, place.dtype)?;
+        for ((&value, shape), &dtype) in network.inputs.iter().zip(*inputs).zip(*dtypes) {
+            let tensor = images(&device, shape, dtype)?;
             let source = PlanOperand::Slot(shapes.len());
             values[value] = Some(Bound { value: Value::Tensor(tensor), source, whole: false });
             shapes.push(shape.clone());
         }
         for (index, stored) in network.stored.iter().enumerate() {
             values[stored.value] = Some(if changes[index] {
-                let tensor = Tensor::zeros(&device, stored.values.shape(), place.dtype)?;
+                let tensor = Tensor::zeros(&device, stored.values.shape(), place.dtype.computed_in())?;
                 Bound { value: Value::Tensor(tensor), source: PlanOperand::Stored(index), whole: false }
             } else {
                 let Some(array) = stored.values.array().cloned() else {
@@ -174,7 +176,7 @@ impl<'a> Planning<'a> {
 
         let values: Vec<Option<Value>> =
             inputs.iter().map(|bound| bound.as_ref().map(|bound| bound.value.clone())).collect();
-        let operands = Inputs::new(&values, &self.dry, outputs);
+        let operands = Inputs::new(&node.op, &values, &self.dry, outputs);
         // What follows from known values is known.
         if values.iter().flatten().all(|value| matches!(value, Value::Known(_)))
             && let Some(result) = known::evaluate(&node.op, &operands, &mut self.budget)
@@ -200,9 +202,10 @@ impl<'a> Planning<'a> {
         for (place, bound) in inputs.iter().enumerate() {
             sources.push(match bound {
                 // Constants become tensors once, not in each run.
-                Some(Bound { value: Value::Known(array), .. }) if operands.took_as_tensor(place) => {
-                    let own = &self.request.place;
-                    Some(PlanOperand::Constant(array.to_tensor(&own.device, own.dtype)?))
+                Some(Bound { value: Value::Known(array), .. })
+                    if let Some(dtype) = operands.taken_as(place) =>
+                {
+                    Some(PlanOperand::Constant(array.to_tensor(&self.request.place.device, dtype)?))
                 }
                 Some(bound) => Some(bound.source.clone()),
                 None => None,
@@ -235,7 +238,7 @@ impl<'a> Planning<'a> {
         let first = inputs.first()?.as_ref()?;
         let Value::Tensor(input) = &first.value else { return None };
         let same = match node.op.uses(0) {
-            Use::Same => input.shape() == output.shape(),
+            Use::Same => input.shape() == output.shape() && input.dtype() == output.dtype(),
             // Slices, for example, give their input itself if they change nothing.
             Use::Moved => input.is_same(output),
             Use::Weight | Use::Affine | Use::Statistic | Use::Mapped | Use::Number | Use::Other => false,

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use convoke_autograd::{DType, Device, Error, Tensor};
 
 use super::known::{Answer, described, place_of};
-use super::{Array, Data};
+use super::ops::Use;
+use super::{Array, Data, Op};
 
 /// A value while a graph runs.
 #[derive(Clone)]
@@ -54,6 +55,8 @@ pub(super) fn refuse<T>(reason: impl Into<String>) -> Result<T> {
 #[derive(Clone)]
 pub(super) struct Place {
     pub(super) device: Device,
+    /// The type of what depends on the inputs. Where that is one of 16 bits, the model's parameters have the type in which kernels
+    /// compute.
     pub(super) dtype: DType,
     /// The batch that the graph was written for, if it was written for one, and the batch that runs.
     pub(super) batch: Option<[usize; 2]>,
@@ -61,22 +64,45 @@ pub(super) struct Place {
 
 /// The operands of a node.
 pub(super) struct Inputs<'a> {
+    op: &'a Op,
     values: &'a [Option<Value>],
     pub(super) place: &'a Place,
+    /// The type of the operands that are no weights: that of the place, unless all follow from parameters.
+    dtype: DType,
     /// How many outputs are asked for.
     pub(super) outputs: usize,
-    /// Whether the operation took an operand that is known as a tensor.
-    as_tensor: Vec<Cell<bool>>,
+    /// The type in which the operation took an operand that is known as a tensor.
+    as_tensor: Vec<Cell<Option<DType>>>,
 }
 
 impl<'a> Inputs<'a> {
-    pub(super) fn new(values: &'a [Option<Value>], place: &'a Place, outputs: usize) -> Inputs<'a> {
-        Inputs { values, place, outputs, as_tensor: vec![Cell::new(false); values.len()] }
+    pub(super) fn new(
+        op: &'a Op,
+        values: &'a [Option<Value>],
+        place: &'a Place,
+        outputs: usize,
+    ) -> Inputs<'a> {
+        let mut types = values.iter().flatten().filter_map(|value| match value {
+            Value::Tensor(tensor) => Some(tensor.dtype()),
+            Value::Known(_) => None,
+        });
+        let first = types.next();
+        let of_parameters = first.filter(|&first| first != place.dtype && types.all(|other| other == first));
+        let dtype = of_parameters.unwrap_or(place.dtype);
+        Inputs { op, values, place, dtype, outputs, as_tensor: vec![Cell::new(None); values.len()] }
     }
 
-    /// Whether an operand that is known was taken as a tensor: it can be converted once, before the graph runs.
-    pub(super) fn took_as_tensor(&self, index: usize) -> bool {
+    /// The type in which an operand that is known was taken as a tensor, if it was: it can be converted once, before the graph runs.
+    pub(super) fn taken_as(&self, index: usize) -> Option<DType> {
         self.as_tensor[index].get()
+    }
+
+    /// The type that an operand should have. Weights keep the type in which kernels compute.
+    fn wanted(&self, index: usize) -> DType {
+        match self.op.uses(index) {
+            Use::Weight | Use::Statistic if index > 0 => self.dtype.computed_in(),
+            _ => self.dtype,
+        }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -95,13 +121,15 @@ impl<'a> Inputs<'a> {
         }
     }
 
+    /// An operand, if it is there. What follows from parameters is converted where it meets what follows from the inputs.
     pub(super) fn optional_tensor(&self, index: usize) -> Result<Option<Tensor>> {
+        let wanted = self.wanted(index);
         match self.get(index) {
             None => Ok(None),
-            Some(Value::Tensor(tensor)) => Ok(Some(tensor.clone())),
+            Some(Value::Tensor(tensor)) => Ok(Some(follow(tensor, wanted)?)),
             Some(Value::Known(array)) => {
-                self.as_tensor[index].set(true);
-                Ok(Some(array.to_tensor(&self.place.device, self.place.dtype)?))
+                self.as_tensor[index].set(Some(wanted));
+                Ok(Some(array.to_tensor(&self.place.device, wanted)?))
             }
         }
     }
@@ -168,6 +196,14 @@ impl<'a> Inputs<'a> {
             Some(Value::Known(array)) if array.shape().len() <= rank => array.only(),
             _ => None,
         }
+    }
+}
+
+/// What follows from parameters, in the type of what it is combined with, if that is one of 16 bits.
+pub(super) fn follow(parameter: &Tensor, dtype: DType) -> convoke_autograd::Result<Tensor> {
+    match parameter.dtype() != dtype && parameter.dtype() == dtype.computed_in() {
+        true => parameter.to_dtype(dtype),
+        false => Ok(parameter.clone()),
     }
 }
 

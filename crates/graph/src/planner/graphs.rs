@@ -21,7 +21,7 @@ use crate::{Init, ModuleExt};
 pub struct GraphStep {
     /// What it computes.
     pub definition: Arc<Definition>,
-    /// The type that it computes in.
+    /// The type of its parameters.
     pub dtype: DType,
     /// The inputs of the graph.
     pub inputs: Vec<GraphInput>,
@@ -40,6 +40,8 @@ pub struct GraphStep {
 pub struct GraphInput {
     /// The size of each dimension.
     pub shape: Vec<usize>,
+    /// The type of its elements.
+    pub dtype: DType,
     /// The order of the input in memory.
     pub format: MemoryFormat,
     /// Whether it gets a gradient.
@@ -293,7 +295,6 @@ struct GraphPart {
     graph: Graph,
     inputs: Vec<Tensor>,
     outputs: Vec<MemoryFormat>,
-    dtype: DType,
 }
 
 impl GraphSteps {
@@ -308,11 +309,11 @@ impl GraphSteps {
                 parameter.set_trained(!step.frozen.contains(&name));
             }
             let input = |input: &GraphInput| -> Result<Tensor> {
-                let tensor = Tensor::zeros(&device, &input.shape, step.dtype)?.to_format(input.format)?;
+                let tensor = Tensor::zeros(&device, &input.shape, input.dtype)?.to_format(input.format)?;
                 Ok(if input.gradient { tensor.with_grad() } else { tensor })
             };
             let inputs = step.inputs.iter().map(input).collect::<Result<Vec<_>>>()?;
-            Ok(GraphPart { graph, inputs, outputs: step.outputs.clone(), dtype: step.dtype })
+            Ok(GraphPart { graph, inputs, outputs: step.outputs.clone() })
         };
         let parts = steps.iter().map(part).collect::<Result<Vec<_>>>()?;
         let mut dry = GraphSteps { device, parts, kinds: Vec::new() };
@@ -441,9 +442,10 @@ impl Steps for GraphSteps {
             for (place, output) in outputs.into_iter().enumerate() {
                 let format = part.outputs.get(place).copied().unwrap_or(output.format());
                 let root = output.requires_grad().then(|| output.root()).transpose()?;
+                let dtype = output.dtype();
                 let leaves = leaving(output, format)?;
                 // The gradient comes as the output went.
-                tape.extend(root.map(|root| (root, leaves.shape().to_vec(), format)));
+                tape.extend(root.map(|root| (root, (leaves.shape().to_vec(), dtype), format)));
                 left.push(leaves);
             }
             tapes.push(tape);
@@ -452,8 +454,8 @@ impl Steps for GraphSteps {
         let now = self.device.memory();
         let bytes_end_of_forward = now.live_bytes - base + now.exported_bytes;
         for (part, roots) in self.parts.iter().zip(tapes).rev() {
-            let upstream = |(root, shape, format): Leaving| -> Result<_> {
-                Ok((root, Tensor::zeros(&self.device, &shape, part.dtype)?.to_format(format)?))
+            let upstream = |(root, (shape, dtype), format): Leaving| -> Result<_> {
+                Ok((root, Tensor::zeros(&self.device, &shape, dtype)?.to_format(format)?))
             };
             let roots = roots.into_iter().map(upstream).collect::<Result<Vec<_>>>()?;
             self.device.reset_peak();
@@ -472,8 +474,8 @@ impl Steps for GraphSteps {
     }
 }
 
-/// How an output was computed, its shape, and the format in which it left.
-type Leaving = (Root, Vec<usize>, MemoryFormat);
+/// How an output was computed, its shape and type, and the format in which it left.
+type Leaving = (Root, (Vec<usize>, DType), MemoryFormat);
 
 /// The elements of a tensor that nobody else holds.
 fn leaving(tensor: Tensor, format: MemoryFormat) -> Result<Exported> {

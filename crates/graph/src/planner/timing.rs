@@ -5,6 +5,7 @@ use std::time::Instant;
 use convoke_autograd::{Buffer, DType, Device};
 use convoke_kernels::batch_norm::Statistics;
 use convoke_kernels::block::{Backward, Block, BlockProblem, Keep, Operands, Parameters, Wanted};
+use convoke_kernels::conv::ConvTypes;
 use convoke_kernels::images::{Images, PlainImages};
 use convoke_kernels::{Result, elementwise};
 
@@ -26,17 +27,18 @@ pub(super) struct Trial {
 impl Trial {
     pub(super) fn new(device: &Device, kind: &BlockKind) -> Result<Trial> {
         let BlockKind { problem, wanted } = *kind;
-        let dtype = problem.convolution.types.input;
-        let noise = |len: usize| noise(device, dtype, len);
+        let ConvTypes { input, weight, output, .. } = problem.convolution.types;
+        let noise = |dtype: DType, len: usize| noise(device, dtype, len);
         let channels = problem.convolution.out_channels;
-        let vector = |there: bool| there.then(|| noise(channels)).transpose();
-        let residual = problem.residual.then(|| noise(problem.convolution.output_len())).transpose()?;
+        let vector = |there: bool| there.then(|| noise(weight, channels)).transpose();
+        let residual =
+            problem.residual.then(|| noise(output, problem.convolution.output_len())).transpose()?;
         Ok(Trial {
             device: device.clone(),
             problem,
             wanted,
-            x: noise(problem.convolution.input_len())?,
-            weight: noise(problem.convolution.weight_len())?,
+            x: noise(input, problem.convolution.input_len())?,
+            weight: noise(weight, problem.convolution.weight_len())?,
             bias: vector(problem.bias)?,
             gamma: vector(problem.gamma)?,
             beta: vector(problem.beta)?,

@@ -50,7 +50,8 @@ fn dense() -> Arc<Definition> {
 }
 
 fn step(definition: Arc<Definition>, channels_last: &[&str]) -> GraphStep {
-    let input = GraphInput { shape: SHAPE.to_vec(), format: MemoryFormat::Contiguous, gradient: true };
+    let (dtype, format) = (DType::F32, MemoryFormat::Contiguous);
+    let input = GraphInput { shape: SHAPE.to_vec(), dtype, format, gradient: true };
     GraphStep {
         definition,
         dtype: DType::F32,

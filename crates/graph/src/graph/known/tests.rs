@@ -54,7 +54,7 @@ fn within(
 ) -> Option<Answer<Vec<Array>>> {
     let value = |array: &Option<&Array>| array.map(|array| Value::Known(Arc::new(array.clone())));
     let values: Vec<Option<Value>> = inputs.iter().map(value).collect();
-    super::evaluate(op, &Inputs::new(&values, &PLACE, outputs), budget)
+    super::evaluate(op, &Inputs::new(op, &values, &PLACE, outputs), budget)
 }
 
 /// What a model computes that stores nothing.

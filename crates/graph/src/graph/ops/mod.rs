@@ -57,7 +57,7 @@ pub use ranked::{ArgMax, CumSum, TopK};
 pub use reduction::Reduce;
 pub use resize::{Aspect, Interpolation, Resize};
 pub use shapes::{DepthToSpace, Reshape, SpaceToDepth, Transpose};
-pub use values::{Shape, Trilu};
+pub use values::{FloatType, Shape, Trilu};
 pub use windows::Pads;
 
 pub(super) use pointwise::clipped;
@@ -378,6 +378,9 @@ operators! {
     Identity = "Identity" => values::IDENTITY,
     /// x: another type. Floating-point numbers stay in the type that the model computes in.
     Cast(kind: Kind) = "Cast" => values::CAST,
+    /// x: its nearest numbers of a type, in which the operations that read them compute. ONNX does not have it: models in files are in one
+    /// precision, and have the identity instead.
+    Precision(float: FloatType) = "Precision" => values::PRECISION,
     /// x, other: the type of the other.
     CastLike = "CastLike" => values::CAST_LIKE,
     /// x: the sizes of its axes.

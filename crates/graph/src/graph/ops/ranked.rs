@@ -1,6 +1,8 @@
 //! What needs the order of elements along an axis: the largest ones, their places, and running sums.
 
-use convoke_autograd::{DType, Error, Function, MemoryFormat, Needs, Stored, apply, dispatch};
+use convoke_autograd::{
+    DType, Error, Function, MemoryFormat, Needs, Stored, apply, dispatch, dispatch_stored,
+};
 
 use super::ranking::{self, Lines};
 use super::*;
@@ -119,7 +121,7 @@ fn lines_of(shape: &[usize], axis: isize) -> Answer<Lines> {
     Ok(Lines::of(shape, axis_of(axis as i64, shape.len())?))
 }
 
-/// Fails if places in these lines cannot be numbers of the tensor's type.
+/// Fails if places in these lines cannot be numbers of the type in which kernels compute with the tensor's, which is theirs.
 fn check_places(x: &Tensor, lines: Lines) -> Answer<()> {
     if lines.len > PLACES && x.dtype() != DType::F64 {
         return Err(format!("axis {} of {:?} has more than {PLACES} elements", lines.axis, x.shape()));
@@ -144,13 +146,14 @@ fn arg_max(options: ArgMax, x: &Tensor) -> Result<Tensor> {
         return refuse(no_elements(lines, x.shape()));
     }
     let shape = lines.with_len(1).shape(x.shape());
-    let places = dispatch!("arg_max", x.dtype(), T => {
-        Tensor::written(x.device(), &shape, MemoryFormat::Contiguous, |out: &mut [T]| {
-            let data = x.data::<T>()?;
-            for (out, start) in out.iter_mut().zip(lines.starts(data.len())) {
-                let line = lines.places(start).map(|at| data[at]);
-                *out = T::of(ranking::extreme(line, options.smallest, options.last) as f64);
-            }
+    let places = dispatch_stored!(x.dtype(), T => {
+        let of = (x.device(), x.dtype().computed_in());
+        Tensor::written_elements(of, &shape, MemoryFormat::Contiguous, |out| {
+            let (data, mut starts) = (x.data::<T>()?, lines.starts(x.len()));
+            out.update(|_, _| {
+                let line = starts.next().map(|start| lines.places(start).map(|at| data[at].wide()));
+                line.map_or(0.0, |line| ranking::extreme(line, options.smallest, options.last) as f64)
+            });
             Ok(())
         })?
     });
@@ -231,13 +234,13 @@ fn top_k(top: TopK, inputs: &Inputs<'_>) -> Result<Vec<Value>> {
     let x = contiguous(&inputs.tensor(0)?)?;
     let taken = Taken::new(top, x.shape(), inputs.list(1)?)?;
     check_places(&x, taken.from)?;
-    let (shape, of) = (taken.to.shape(x.shape()), (x.device(), x.dtype()));
+    let (shape, of) = (taken.to.shape(x.shape()), (x.device(), x.dtype().computed_in()));
     let lens = [x.len(), shape.iter().product()];
     let sources = match x.device().is_dry() {
         true => convoke_memory::filled(lens[1], 0).map_err(Error::from)?,
-        false => dispatch!("top_k", x.dtype(), T => {
+        false => dispatch_stored!(x.dtype(), T => {
             let data = x.data::<T>()?;
-            taken.sources(lens, |at| data[at])?
+            taken.sources(lens, |at| data[at].wide())?
         }),
     };
     let indices: Vec<isize> = sources.iter().map(|&source| source as isize).collect();

@@ -2,6 +2,8 @@
 
 use std::borrow::Cow;
 
+use convoke_autograd::DType;
+
 use super::*;
 
 /// Which sizes are given.
@@ -20,6 +22,32 @@ pub struct Shape {
 pub struct Trilu {
     /// Whether the elements above the diagonal are kept, not those below.
     pub upper: bool,
+}
+
+/// A type of floating-point numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FloatType {
+    /// Single precision.
+    F32,
+    /// Double precision.
+    F64,
+    /// Half precision.
+    F16,
+    /// The upper half of single precision.
+    BF16,
+}
+
+impl FloatType {
+    /// The type of tensors.
+    pub fn dtype(self) -> DType {
+        match self {
+            FloatType::F32 => DType::F32,
+            FloatType::F64 => DType::F64,
+            FloatType::F16 => DType::F16,
+            FloatType::BF16 => DType::BF16,
+        }
+    }
 }
 
 pub(super) const IDENTITY: Operator<()> = Operator {
@@ -65,6 +93,15 @@ pub(super) const CAST_LIKE: Operator<()> = Operator {
     }),
     uses: |(), input| first(input, Use::Same),
     gives: |(), from| About { kind: from.at(1).kind, array: None, ..from.at(0) },
+};
+
+pub(super) const PRECISION: Operator<FloatType> = Operator {
+    read: &[],
+    write: |_, to| Ok(to.named("Identity")),
+    known: Known::One(|_, inputs| inputs.known(0).and_then(|x| copied(x, x.shape()))),
+    run: Run::One(|float, inputs| Ok(inputs.tensor(0)?.to_dtype(float.dtype())?)),
+    uses: |_, _| Use::Same,
+    gives: like_list,
 };
 
 pub(super) const SHAPE: Operator<Shape> = Operator {
