@@ -56,6 +56,8 @@ mod book {
     struct Onnx;
     #[doc = include_str!("../../../docs/photographs.md")]
     struct Photographs;
+    #[doc = include_str!("../../../docs/precision.md")]
+    struct Precision;
     #[doc = include_str!("../../../docs/pytorch.md")]
     struct Pytorch;
     #[doc = include_str!("../../../docs/recipes.md")]
@@ -115,8 +117,9 @@ pub mod nn {
     #[doc(inline)]
     pub use convoke_nn::{
         Buffer, ConfigError, Counter, Decay, Error, Field, Forward, Generator, Init, ModuleExt, Optimizer,
-        OptimizerOptions, OptimizerSpec, OptimizerSpecs, Parameter, ParameterRules, Part, Parts, Result,
-        Rule, Schedule, SchedulePoint, State, StepLr, TrainingMode, all_reduce, batch, clip_grad_norm,
+        OptimizerOptions, OptimizerSpec, OptimizerSpecs, Parameter, ParameterRules, Part, Parts, Precision,
+        Result, Rule, Schedule, SchedulePoint, State, StepLr, TrainingMode, all_reduce, batch,
+        clip_grad_norm,
     };
     #[doc(inline)]
     pub use convoke_nn::{

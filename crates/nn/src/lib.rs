@@ -17,6 +17,7 @@ pub mod objective;
 mod optimizer;
 mod parameter_rules;
 pub mod planner;
+mod precision;
 mod schedule;
 pub mod training;
 
@@ -34,4 +35,5 @@ pub use convoke_derive::Module;
 pub use convoke_graph::*;
 pub use optimizer::{Optimizer, OptimizerOptions, OptimizerSpec, OptimizerSpecs, Rule};
 pub use parameter_rules::{Decay, ParameterRules};
+pub use precision::Precision;
 pub use schedule::{Schedule, SchedulePoint, StepLr};

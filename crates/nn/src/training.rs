@@ -22,7 +22,7 @@ use crate::models::{ModelOptions, ModelSpec};
 use crate::modules::ConvBnMode;
 use crate::objective::Objective;
 use crate::planner::MemoryPlan;
-use crate::{ConfigError, Generator, Init, Module, Optimizer, ParameterRules, Rule, Schedule};
+use crate::{ConfigError, Generator, Init, Module, Optimizer, ParameterRules, Precision, Rule, Schedule};
 
 use average::Average;
 pub use card::ModelCard;
@@ -40,6 +40,9 @@ pub struct TrainingConfig {
     pub model: ModelSpec,
     /// How its Conv+BN blocks run.
     pub conv_bn: ConvBnMode,
+    /// The type of activations and their gradients. Images are converted to it before the model, and the model's output to f32 before
+    /// the loss.
+    pub precision: Precision,
     /// The loss to minimise, and the metrics that evaluation reports with it.
     pub objective: Objective,
     /// The optimizer, with the learning rate that the schedule begins with or, if it rises first, leads to.
@@ -72,13 +75,14 @@ pub struct TrainingConfig {
 }
 
 impl TrainingConfig {
-    /// The default configuration for a model: its default objective, fused blocks, AdamW with a constant learning rate of 0.001,
+    /// The default configuration for a model: its default objective, fused blocks, f32, AdamW with a constant learning rate of 0.001,
     /// batches of 128 images without augmentation, seed 1.
     pub fn new(model: ModelSpec) -> TrainingConfig {
         TrainingConfig {
             objective: model.objective(),
             model,
             conv_bn: ConvBnMode::default(),
+            precision: Precision::default(),
             rule: Rule::adamw(0.001),
             schedule: Schedule::Constant,
             warmup_steps: 0,

@@ -81,6 +81,7 @@ pub(crate) fn run(args: &EvaluateArgs) -> Result<()> {
         options.batch_size = args.using.batch_size as usize;
         options.workers = args.using.workers.map(usize::from);
         options.flip = args.using.flip;
+        options.precision = args.using.precision;
         options
     };
     let mut stage = console.stage("evaluating", 0, Some(data.len() as u64));

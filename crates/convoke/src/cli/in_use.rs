@@ -2,10 +2,10 @@
 
 use std::path::Path;
 
-use crate::nn::ModuleExt;
 use crate::nn::data::DatasetInfo;
 use crate::nn::data::photos::Preparation;
 use crate::nn::training::Predictor;
+use crate::nn::{ModuleExt, Precision};
 use crate::{Device, DeviceOptions};
 
 use super::console::Console;
@@ -20,6 +20,7 @@ pub(crate) struct InUse {
     pub(crate) device: Device,
     pub(crate) trained: TrainedModel,
     pub(crate) flip: bool,
+    precision: Precision,
 }
 
 impl InUse {
@@ -38,7 +39,7 @@ impl InUse {
         }
         trained.module.eval();
         trained.module.fold()?;
-        Ok(InUse { device, trained, flip: args.flip })
+        Ok(InUse { device, trained, flip: args.flip, precision: args.precision })
     }
 
     /// The images as the model takes them.
@@ -48,7 +49,8 @@ impl InUse {
 
     pub(crate) fn predictor(&self) -> Predictor<'_> {
         let gives_logits = self.trained.spec.gives_logits();
-        Predictor { model: self.trained.module.as_ref(), gives_logits, flip: self.flip }
+        let (model, precision) = (self.trained.module.as_ref(), self.precision);
+        Predictor { model, gives_logits, flip: self.flip, precision }
     }
 
     /// How photographs are prepared for it. Without more knowledge, all of a photograph's shorter side is seen.

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use convoke_files::escaped;
 
+use crate::Cpu;
 use crate::conv;
 use crate::nn::data::DatasetSpec;
 use crate::nn::graph::Graph;
@@ -144,6 +145,7 @@ fn of_machine() -> Result<()> {
     let lines = [
         ("CPU", system::cpu_name().unwrap_or_else(|| "unknown".into())),
         ("instruction sets", format!("{isas} (used: {})", Isa::detect())),
+        ("bf16", bf16()),
         ("threads", threads.to_string()),
         ("external libraries", external_libraries()),
         ("ranks", ranks.into()),
@@ -154,6 +156,14 @@ fn of_machine() -> Result<()> {
     let places = places.map(|spec| (format!("data set {spec}"), place(spec)));
     let lines = lines.into_iter().chain(places).map(|(name, value)| format!("{name:<20}{value}\n"));
     console::print(&format!("convoke {}\n{}", env!("CARGO_PKG_VERSION"), lines.collect::<String>()))
+}
+
+/// What `--precision bf16` brings on this machine.
+fn bf16() -> String {
+    match &Cpu::single().bf16_units()[..] {
+        [] => "saves memory here, no time: this CPU multiplies f32".into(),
+        units => format!("saves memory and time here: this CPU multiplies it ({})", units.join(", ")),
+    }
 }
 
 /// Where a data set lies or would lie, and how to get it.

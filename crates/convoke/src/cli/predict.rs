@@ -242,7 +242,7 @@ fn loader(model: &InUse, files: Vec<PathBuf>, noted: Arc<Mutex<Noted>>, workers:
 fn outputs(model: &InUse, images: &Tensor) -> Result<Vec<Vec<f32>>> {
     let output = match model.info().targets.are_classes() {
         true => inference_mode(|| model.predictor().log_probabilities(images)?.exp())?,
-        false => inference_mode(|| model.trained.module.forward(images))?,
+        false => model.predictor().values(images)?,
     };
     let values: Vec<f32> = output.to_format(MemoryFormat::Contiguous)?.to_vec()?;
     let len = values.len() / images.shape()[0].max(1);

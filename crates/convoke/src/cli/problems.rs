@@ -21,7 +21,7 @@ pub(crate) fn load(args: &ProblemArgs) -> Result<Vec<ConvProblem>> {
     let mut found: Vec<ConvProblem> = Vec::new();
     let mut add = |problem: ConvProblem| -> Result<()> {
         let problem =
-            problem.with(|spec| (spec.format, spec.types) = (args.format(), ConvTypes::all(args.dtype)))?;
+            problem.with(|spec| (spec.format, spec.types) = (args.format(), ConvTypes::of(args.dtype)))?;
         if !found.contains(&problem) {
             found.push(problem);
         }
@@ -56,14 +56,21 @@ pub(crate) fn jobs(args: &ProblemArgs, problems: &[ConvProblem]) -> Vec<(ConvPro
 }
 
 /// The convolutions of a training step of a model, found by running one on blank images.
-pub(crate) fn of_model(model: &ModelSpec, batch_size: usize, cpu: &Cpu) -> Result<Vec<(ConvProblem, Pass)>> {
+pub(crate) fn of_model(
+    model: &ModelSpec,
+    (batch_size, dtype): (usize, DType),
+    cpu: &Cpu,
+) -> Result<Vec<(ConvProblem, Pass)>> {
+    if dtype.computed_in() != DType::F32 {
+        return Err(Failure::Usage(format!("--model: models do not train in {dtype}")));
+    }
     let tuner = Tuner::by_estimate();
     let device = Device::new(DeviceOptions { tuner: tuner.clone(), ..DeviceOptions::new(cpu.clone()) });
     let [channels, height, width] = model.input();
     let network = model.build(&Init::new(&device, 1), &model.options(ConvBnMode::Fused))?;
     let images = Tensor::zeros(&device, &[batch_size, channels, height, width], DType::F32)?;
     // Training gives images to a model in this format.
-    let images = images.to_format(MemoryFormat::ChannelsLast)?;
+    let images = images.to_format(MemoryFormat::ChannelsLast)?.to_dtype(dtype)?;
     network.forward(&images)?.sum()?.backward()?;
     Ok(tuner.choices().iter().filter_map(|choice| choice.key.convolution()).collect())
 }

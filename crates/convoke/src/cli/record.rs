@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use crate::nn::ModuleExt;
 use crate::nn::data::Datasets;
 use crate::nn::planner::MemoryPlan;
 use crate::nn::training::{
     Evaluation, StepReport, StepTimeline, Trainer, TrainingConfig, TrainingError, Validation,
 };
+use crate::nn::{ModuleExt, Precision};
 use serde::Serialize;
 
 use super::quality::Judged;
@@ -56,6 +56,8 @@ pub(crate) struct RunRecord {
     pub(crate) optimizer: &'static str,
     /// The learning rate of --lr, which the schedule multiplies.
     pub(crate) learning_rate: f64,
+    /// The type of activations.
+    pub(crate) precision: Precision,
     pub(crate) seed: u64,
     /// The threads of each rank.
     pub(crate) threads: usize,
@@ -185,6 +187,7 @@ impl Recorder {
             parameters: trainer.model().parameter_count(),
             optimizer: config.rule.name(),
             learning_rate: config.rule.learning_rate(),
+            precision: config.precision,
             seed: config.seed,
             threads,
             version: env!("CARGO_PKG_VERSION"),

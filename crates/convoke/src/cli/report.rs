@@ -30,6 +30,7 @@ fn page(results: &Results) -> String {
     let settings = [
         ("optimizer", runs[0].optimizer.to_owned()),
         ("learning rate", format!("{}", runs[0].learning_rate)),
+        ("precision", runs[0].precision.to_string()),
         ("batch size", runs[0].batch_size.to_string()),
         ("seed", runs[0].seed.to_string()),
         ("threads", runs[0].threads.to_string()),

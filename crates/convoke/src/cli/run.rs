@@ -8,7 +8,7 @@ use crate::nn::models::ModelSpec;
 use crate::nn::modules::ConvBnMode;
 use crate::nn::objective::Objective;
 use crate::nn::training::TrainingConfig;
-use crate::nn::{ParameterRules, Rule};
+use crate::nn::{ParameterRules, Precision, Rule};
 
 use super::failure::{Failure, Result};
 use super::flags::augment::Augment;
@@ -24,6 +24,7 @@ use super::registry::Data;
 pub(crate) struct Run {
     /// The model, with the weights that it starts with.
     pub(crate) model: ModelSpec,
+    pub(crate) precision: Precision,
     pub(crate) source: DataSource,
     pub(crate) batch: BatchSize,
     pub(crate) length: Length,
@@ -128,6 +129,7 @@ impl Run {
         Ok(TrainingConfig {
             model: self.model.clone(),
             conv_bn,
+            precision: self.precision,
             objective: self.objective(balanced)?,
             rule: self.rule.clone(),
             schedule: self.recipe.schedule(steps, self.length.is_open()),

@@ -1,5 +1,7 @@
 //! The tables at the end of a run.
 
+use crate::nn::Precision;
+
 use super::record::{Results, RunRecord};
 use super::statistics::Ratio;
 use super::text::{align, bytes, counted, seconds, thousands};
@@ -127,8 +129,12 @@ pub(crate) fn title(run: &RunRecord) -> String {
         (ranks, false) => format!(", {ranks} ranks"),
         (ranks, true) => format!(", {ranks} ranks with synchronized batch norm"),
     };
+    let precision = match run.precision {
+        Precision::F32 => String::new(),
+        other => format!(", {other}"),
+    };
     format!(
-        "{} on {}, batch {}, {}, {}{ranks}",
+        "{} on {}, batch {}, {}, {}{precision}{ranks}",
         run.model,
         run.data,
         thousands(run.batch_size),

@@ -26,7 +26,7 @@ pub(crate) struct TuneArgs {
     pub(crate) problems: ProblemArgs,
 
     /// Tune the convolutions of a training step of this model.
-    #[arg(long, value_parser = model_parser(), conflicts_with_all = ["format", "dtype"], help_heading = "Problems")]
+    #[arg(long, value_parser = model_parser(), conflicts_with = "format", help_heading = "Problems")]
     pub(crate) model: Option<ModelSpec>,
 
     /// Images a step of --model.
@@ -79,7 +79,7 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
     let cpu = args.candidates.cpu()?;
     if let Some(model) = &args.model {
         let passes = passes(&args.problems.pass);
-        let found = problems::of_model(model, args.batch_size as usize, &cpu)?;
+        let found = problems::of_model(model, (args.batch_size as usize, args.problems.dtype), &cpu)?;
         jobs.extend(found.into_iter().filter(|(_, pass)| passes.contains(pass)));
     }
     if jobs.is_empty() {

@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::program::{contents, losses, run, runs, text};
 use super::report::without_pictures;
 
-const FIELDS: [&str; 29] = [
+const FIELDS: [&str; 30] = [
     "conv_bn",
     "data",
     "model",
@@ -20,6 +20,7 @@ const FIELDS: [&str; 29] = [
     "validation",
     "optimizer",
     "learning_rate",
+    "precision",
     "seed",
     "threads",
     "version",

@@ -18,6 +18,7 @@ mod outputs;
 mod pages;
 mod photographs;
 mod plan;
+mod precision;
 mod program;
 mod ranks;
 mod recipes;

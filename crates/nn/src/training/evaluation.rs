@@ -15,7 +15,7 @@ use crate::data_parallel::shard;
 use crate::metrics::Confusion;
 use crate::models::ModelSpec;
 use crate::objective::Objective;
-use crate::{Module, ModuleExt, batch};
+use crate::{Module, ModuleExt, Precision, batch};
 
 /// The results of a model on a data set.
 #[derive(Debug, Clone, PartialEq)]
@@ -74,13 +74,16 @@ pub struct EvaluationOptions {
     pub workers: Option<usize>,
     /// Whether the model sees each image as it is and mirrored, and its probabilities are averaged.
     pub flip: bool,
+    /// The type of the model's activations.
+    pub precision: Precision,
 }
 
 impl EvaluationOptions {
-    /// For models of this kind: their own objective, batches of 32 images, without flips.
+    /// For models of this kind: their own objective, batches of 32 images, without flips, in f32.
     pub fn new(spec: &ModelSpec) -> EvaluationOptions {
         let (objective, gives_logits) = (spec.objective(), spec.gives_logits());
-        EvaluationOptions { objective, gives_logits, batch_size: 32, workers: None, flip: false }
+        let precision = Precision::default();
+        EvaluationOptions { objective, gives_logits, batch_size: 32, workers: None, flip: false, precision }
     }
 }
 
@@ -97,7 +100,12 @@ pub fn evaluate(
     options.objective.check(data.info())?;
     let workers = options.workers.unwrap_or_else(|| default_workers(device, [data]));
     let judge = Judge {
-        model: Predictor { model, gives_logits: options.gives_logits, flip: options.flip },
+        model: Predictor {
+            model,
+            gives_logits: options.gives_logits,
+            flip: options.flip,
+            precision: options.precision,
+        },
         objective: &options.objective,
         device,
         loader: &loader(data, workers)?,
@@ -145,7 +153,7 @@ impl Trainer {
         self.with_averaged_weights(|model| {
             self.share_statistics()?;
             let judge = Judge {
-                model: Predictor { model, gives_logits, flip: false },
+                model: Predictor { model, gives_logits, flip: false, precision: self.config.precision },
                 objective: &self.config.objective,
                 device: &self.device,
                 loader: &self.test_loader,
@@ -171,6 +179,8 @@ pub struct Predictor<'a> {
     pub gives_logits: bool,
     /// Whether it sees each image as it is and mirrored, and the probabilities are averaged.
     pub flip: bool,
+    /// The type of its activations. Images and results are f32.
+    pub precision: Precision,
 }
 
 impl Predictor<'_> {
@@ -179,7 +189,8 @@ impl Predictor<'_> {
     /// # Errors
     /// If an operation fails.
     pub fn log_probabilities(&self, images: &Tensor) -> convoke_autograd::Result<Tensor> {
-        let log_probabilities = |images: &Tensor| forward(self.model, images, self.gives_logits);
+        let how = (self.gives_logits, self.precision);
+        let log_probabilities = |images: &Tensor| forward(self.model, images, how);
         inference_mode(|| {
             let straight = log_probabilities(images)?;
             if !self.flip {
@@ -192,19 +203,31 @@ impl Predictor<'_> {
         })
     }
 
+    /// The values that a model without classes gives for N x C x H x W images.
+    ///
+    /// # Errors
+    /// If an operation fails.
+    pub fn values(&self, images: &Tensor) -> convoke_autograd::Result<Tensor> {
+        inference_mode(|| self.precision.forward(self.model, images))
+    }
+
     /// The output in the form that the objective takes.
     fn output(&self, images: &Tensor, objective: &Objective) -> convoke_autograd::Result<Tensor> {
         match objective.takes_log_probabilities() {
             true => self.log_probabilities(images),
             // Values have no probabilities to average.
-            false => inference_mode(|| self.model.forward(images)),
+            false => self.values(images),
         }
     }
 }
 
 /// A model's output, as log-probabilities if it is `logits` that have to become such.
-pub(super) fn forward(model: &dyn Module, images: &Tensor, logits: bool) -> convoke_autograd::Result<Tensor> {
-    let output = model.forward(images)?;
+pub(super) fn forward(
+    model: &dyn Module,
+    images: &Tensor,
+    (logits, precision): (bool, Precision),
+) -> convoke_autograd::Result<Tensor> {
+    let output = precision.forward(model, images)?;
     if logits { log_softmax(&output) } else { Ok(output) }
 }
 

@@ -11,7 +11,7 @@ use crate::checkpoint::{self, CheckpointError, Value, damaged};
 use crate::data::{Augmentation, DatasetInfo, Datasets, Mixing};
 use crate::objective::ObjectiveRecord;
 use crate::optimizer::RuleSettings;
-use crate::{GeneratorState, Module, ParameterRules, Schedule, difference};
+use crate::{GeneratorState, Module, ParameterRules, Precision, Schedule, difference};
 
 /// The settings that must not change when a run resumes. The Conv+BN mode is not among them: both modes give the same values.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -19,6 +19,9 @@ struct Settings {
     model: String,
     data: DatasetInfo,
     train_images: usize,
+    /// Absent from checkpoints that are older than the choice of precisions.
+    #[serde(default)]
+    precision: Precision,
     /// Absent from checkpoints that are older than the choice of objectives.
     #[serde(default)]
     objective: ObjectiveRecord,
@@ -167,6 +170,7 @@ impl Trainer {
             model: self.config.model.to_string(),
             data: self.data.train.info().clone(),
             train_images: self.data.train.len(),
+            precision: self.config.precision,
             objective: (&self.config.objective).into(),
             optimizer: self.config.rule.settings(),
             lr_gamma: None,

@@ -124,7 +124,11 @@ impl Trainer {
         let _forward = span("forward");
         let loss = match self.mix(&images) {
             Some(mix) => self.mixed_loss(&mix, &images, &targets)?,
-            None => self.loss(&self.output(self.model.as_ref(), &images)?, &targets)?,
+            None => {
+                // The images as they were loaded are not held beside those that the model takes.
+                let images = self.config.precision.of_images(images)?;
+                self.loss(&self.output(self.model.as_ref(), &images)?, &targets)?
+            }
         };
         Ok((self.parallel.weighted_mean(&loss.sum, loss.weight)?, loading_seconds))
     }
@@ -148,6 +152,7 @@ impl Trainer {
             mix.apply(images.data::<f32>()?, [height, width, channels], mixed);
             Ok(())
         })?;
+        let mixed = self.config.precision.of_images(mixed)?;
         let output = self.output(self.model.as_ref(), &mixed)?;
         let loss = |labels: &[i64]| self.loss(&output, &TargetBatch::Labels(labels.to_vec()));
         let (own, before) = (loss(&labels[1..])?, loss(&labels[..count - 1])?);
@@ -235,7 +240,7 @@ impl Trainer {
     /// The model's output for images, in the form that the objective takes.
     pub(super) fn output(&self, model: &dyn Module, images: &Tensor) -> Result<Tensor> {
         let normalised = self.config.model.gives_logits() && self.config.objective.takes_log_probabilities();
-        Ok(evaluation::forward(model, images, normalised)?)
+        Ok(evaluation::forward(model, images, (normalised, self.config.precision))?)
     }
 
     pub(super) fn loss(&self, output: &Tensor, targets: &TargetBatch) -> Result<LossSum> {

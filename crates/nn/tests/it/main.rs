@@ -30,6 +30,7 @@ mod optimizers;
 mod own_model;
 mod planner;
 mod pointwise;
+mod precision;
 mod python_names;
 mod ready;
 mod recipes;

@@ -26,8 +26,8 @@ pub(crate) struct ProblemArgs {
     #[arg(long, value_enum, default_value_t = FormatName::Nhwc, help_heading = "Problems")]
     pub(crate) format: FormatName,
 
-    /// Type of the elements.
-    #[arg(long, value_parser = computed_type(), default_value = "f32", help_heading = "Problems")]
+    /// Type of the tensors. With bf16, as `train --precision bf16` has it, and with f16 weights and sums are f32.
+    #[arg(long, visible_alias = "precision", value_parser = dtype(), default_value = "f32", help_heading = "Problems")]
     pub(crate) dtype: DType,
 }
 
@@ -53,12 +53,12 @@ impl ProblemArgs {
     }
 }
 
-/// Reads the name of a type that kernels compute in.
-fn computed_type() -> impl TypedValueParser<Value = DType> {
-    let types = || DType::ALL.into_iter().filter(|dtype| dtype.computes());
-    let named =
-        move |name: String| types().find(|dtype| dtype.to_string() == name).expect("one of the names");
-    PossibleValuesParser::new(types().map(|dtype| dtype.to_string())).map(named)
+/// Reads the name of a type.
+fn dtype() -> impl TypedValueParser<Value = DType> {
+    let named = |name: String| {
+        DType::ALL.into_iter().find(|dtype| dtype.to_string() == name).expect("one of the names")
+    };
+    PossibleValuesParser::new(DType::ALL.map(|dtype| dtype.to_string())).map(named)
 }
 
 /// The passes that were asked for, in the order of a training step; all if none was named.

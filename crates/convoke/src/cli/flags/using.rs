@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use clap::{Args, value_parser};
 
 use super::tuning::TuningArgs;
-use super::values::{ImageSize, image_size};
+use super::values::{ImageSize, image_size, precision};
+use crate::nn::Precision;
 
 /// How a trained model is run.
 #[derive(Args)]
@@ -17,6 +18,11 @@ pub(crate) struct UsingArgs {
     /// Show the model each image mirrored too, and average the probabilities: a little more accurate, half as fast.
     #[arg(long)]
     pub(crate) flip: bool,
+
+    /// Type in which the model computes: bf16 takes half of the memory of f32, and on processors that multiply it less time (see
+    /// `convoke info`). A run of `train --precision bf16` was judged in bf16.
+    #[arg(long, value_parser = precision(), default_value = "f32")]
+    pub(crate) precision: Precision,
 
     /// Images that the model gets at once.
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = value_parser!(u32).range(1..=65536))]

@@ -3,6 +3,9 @@
 use std::time::Duration;
 
 use clap::ValueEnum;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+
+use crate::nn::Precision;
 
 /// The name of a flag's value on the command line.
 pub(crate) fn name(value: impl ValueEnum) -> String {
@@ -22,6 +25,12 @@ fn number(text: &str) -> Result<f64, String> {
 /// Parses a number above 0.
 pub(crate) fn positive(text: &str) -> Result<f64, String> {
     number(text).and_then(|value| if value > 0.0 { Ok(value) } else { Err("must be above 0".into()) })
+}
+
+/// Reads the name of a precision.
+pub(crate) fn precision() -> impl TypedValueParser<Value = Precision> {
+    let named = |name: String| name.parse().expect("one of the names");
+    PossibleValuesParser::new(Precision::ALL.map(Precision::name)).map(named)
 }
 
 /// Height and width of images.

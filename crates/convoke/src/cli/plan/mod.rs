@@ -10,7 +10,7 @@ use crate::nn::models::ModelSpec;
 use crate::nn::modules::ConvBnMode;
 use crate::nn::planner::{MemoryPlan, Planner};
 use crate::nn::training::{Trainer, TrainingConfig};
-use crate::nn::{OptimizerOptions, OptimizerSpec};
+use crate::nn::{OptimizerOptions, OptimizerSpec, Precision};
 use crate::{Device, DeviceOptions};
 use bytesize::ByteSize;
 use clap::{Args, value_parser};
@@ -20,6 +20,7 @@ use crate::cli::failure::{Failure, Result};
 use crate::cli::flags::memory::PlannerArgs;
 use crate::cli::flags::threads;
 use crate::cli::flags::tuning::TuningArgs;
+use crate::cli::flags::values::precision;
 use crate::cli::memory_plan::{Document, Job, LargestBatches, Point, planner};
 use crate::cli::registry::{model_parser, optimizer_parser};
 use crate::cli::statistics::{Ratio, median, quartiles};
@@ -31,6 +32,10 @@ pub(crate) struct PlanArgs {
     /// The model, which is run on noise images of its own input size.
     #[arg(long, value_parser = model_parser(), default_value = "mnist-cnn", help_heading = "Model")]
     pub(crate) model: ModelSpec,
+
+    /// Type of activations and their gradients, as that of `train --precision`.
+    #[arg(long, value_parser = precision(), default_value = "f32", help_heading = "Model")]
+    pub(crate) precision: Precision,
 
     /// Images a step.
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = value_parser!(u32).range(1..),
@@ -116,7 +121,11 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
         None => None,
     };
 
-    let title = format!("{} at batch size {}", plan.model, plan.batch_size);
+    let precision = match args.precision {
+        Precision::F32 => String::new(),
+        other => format!(" in {other}"),
+    };
+    let title = format!("{} at batch size {}{precision}", plan.model, plan.batch_size);
     let rows = show::rows(&points, &plan);
     let notes = show::notes(&points, &plan);
     let blocks = show::blocks(&plan);
@@ -159,6 +168,7 @@ fn noise_run(args: &PlanArgs, console: &Console) -> Result<(TrainingConfig, Data
     let config = TrainingConfig {
         rule: args.optimizer.rule(&OptimizerOptions::default()),
         batch_size,
+        precision: args.precision,
         // Losses on noise mean nothing, so there is no reason to stop at a NaN.
         stop_on_nan: false,
         ..TrainingConfig::new(model)
