@@ -169,9 +169,9 @@ pub trait Stored: sealed::Sealed + bytemuck::Pod + Default + Debug + Display + S
     /// The value in the type that kernels compute in; exact.
     fn wide(self) -> Self::Compute;
 
-    /// Runs `body` on the numbers of the inputs and of the output, as those that kernels compute with; where they must be converted, piece
-    /// by piece, each of whole units of so many elements. `body` gets the piece's first element, and writes all of its output without
-    /// reading it.
+    /// Runs `body` on the inputs and the output in the type that kernels compute in. Numbers that must be converted are given to it in
+    /// pieces. `on.1` is the size of a unit, and a piece has whole units. `body` gets the place of the piece's first element, and writes
+    /// all of the output's piece without reading it.
     #[doc(hidden)]
     fn write_pieces<const N: usize>(
         on: (&Cpu, usize),

@@ -182,7 +182,7 @@ impl<'a> SliceMut<'a> {
     /// The first `len` elements, and the others.
     ///
     /// # Panics
-    /// If there are not so many elements.
+    /// If there are fewer than `len` elements.
     pub fn split_at(self, len: usize) -> (SliceMut<'a>, SliceMut<'a>) {
         let (first, others) = self.bytes.split_at_mut(len * self.dtype.size());
         (SliceMut { bytes: first, dtype: self.dtype }, SliceMut { bytes: others, dtype: self.dtype })

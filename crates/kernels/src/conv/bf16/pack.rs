@@ -164,7 +164,7 @@ mod x86 {
     /// 16 numbers, `step` apart.
     ///
     /// # Safety
-    /// Those of `mask`, which are the first ones, can be read.
+    /// The numbers that `mask` selects can be read; it selects the first ones.
     #[inline]
     #[target_feature(enable = "avx512f")]
     unsafe fn spread(from: *const f32, step: usize, mask: u16) -> __m512 {

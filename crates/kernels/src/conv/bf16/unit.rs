@@ -15,7 +15,7 @@ pub(crate) enum Unit {
 
 /// Rows, and columns, of the largest product.
 pub(super) const SIDE: usize = 32;
-/// Rows of the first factor are read in groups of so many.
+/// The unit reads rows of the first factor in groups of this size.
 pub(super) const ROWS: usize = 16;
 /// Terms of a row that follow one another.
 pub(super) const GROUP: usize = 32;
@@ -95,7 +95,7 @@ impl Unit {
             }
     }
 
-    /// Terms are summed in groups of so many.
+    /// The unit adds up terms in groups of this size.
     pub(super) fn terms(self) -> usize {
         match self {
             Unit::Dot => 2,

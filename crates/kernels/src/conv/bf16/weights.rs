@@ -95,7 +95,7 @@ impl WeightSums {
         Some(WeightSums { bands, together, rows_together, places, ..band })
     }
 
-    /// With bands of so many rows.
+    /// The same gradient, computed in bands of `rows` rows.
     fn with_band(&self, rows: usize) -> Option<WeightSums> {
         let height = &self.problem.height;
         let reach = (rows - 1).checked_mul(height.stride)?.checked_add(height.kernel_span())?;
