@@ -540,6 +540,8 @@ def rank_main(rank, port):
     dist.all_gather(gathered, total)
     assert gathered[0] == gathered[1]
     dist.destroy_process_group()
+    # A thread of gloo that still holds a tensor of Python's while the interpreter ends would abort the process, without convoke too.
+    os._exit(0)
 
 if __name__ == "__main__":
     import socket
