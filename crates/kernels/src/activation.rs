@@ -1,12 +1,13 @@
 //! Activations: the functions that may follow a normalisation or a sum in the same pass over memory.
 
+use crate::element::PieceOf;
 use crate::elementwise::{chunks, chunks_mut};
 use crate::error::check_len;
 use crate::isa::multiversion;
 use crate::pointwise::formulas::Formula;
 use crate::pointwise::{Pointwise, Saves};
 use crate::profile::span;
-use crate::{Cpu, DType, Element, Result, Slice, SliceMut, Stored, dispatch_stored};
+use crate::{Cpu, DType, Result, Slice, SliceMut, Stored, dispatch_stored};
 
 /// Defines [`Activation`] and what tells its variants apart. Each is a variant of [`Pointwise`] and a type in
 /// `pointwise/formulas.rs`, of the same name and with the same fields, whose backward takes the input of the function as well as what
@@ -101,9 +102,9 @@ impl Activation {
 }
 
 multiversion! {
-    fn add_activated_chunk<T: Element, F: Formula<T>>(residual: &[T], formula: F, z: &mut [T]) {
+    fn add_activated_chunk<S: Stored, F: Formula<S::Compute>>(residual: &[S], formula: F, z: &mut [S]) {
         for (z, &residual) in z.iter_mut().zip(residual) {
-            *z = formula.forward(*z + residual);
+            *z = S::nearest(formula.forward(z.wide() + residual.wide()));
         }
     }
 }
@@ -126,7 +127,7 @@ pub fn add_activated_in_place(
         let items = chunks(residual.of::<S>()?).zip(chunks_mut(z.of::<S>()?));
         cpu.for_each(residual.len(), items, |(residual, z)| {
             with_activation!(activation, formula => {
-                S::update_pieces((cpu, 1), [residual], z, |_, [residual], z| {
+                <S as Stored>::Piece::update((cpu, 1), [residual], z, |_, [residual], z| {
                     add_activated_chunk(cpu, residual, formula, z);
                 });
             });

@@ -153,7 +153,12 @@ pub trait Stored: sealed::Sealed + bytemuck::Pod + Default + Debug + Display + S
     const DTYPE: DType;
 
     /// The type in which kernels compute with numbers of this type.
-    type Compute: Element;
+    type Compute: Element + PieceOf<Self>;
+
+    /// The type of the numbers that hot loops read and write, with [`Stored::wide`] and [`Stored::nearest`]: this type, if loops that
+    /// convert it are vectorised, or the one that kernels compute in.
+    #[doc(hidden)]
+    type Piece: Stored<Compute = Self::Compute> + PieceOf<Self>;
 
     /// Whether plain loops over this type are compiled for AVX-512, too. f64 serves oracles and gradient checks, for which AVX2
     /// is fast enough, and each copy of all loops takes time to build.
@@ -169,16 +174,19 @@ pub trait Stored: sealed::Sealed + bytemuck::Pod + Default + Debug + Display + S
     /// The value in the type that kernels compute in; exact.
     fn wide(self) -> Self::Compute;
 
-    /// Runs `body` on the inputs and the output in the type that kernels compute in. Numbers that must be converted are given to it in
-    /// pieces. `on.1` is the size of a unit, and a piece has whole units. `body` gets the place of the piece's first element, and writes
-    /// all of the output's piece without reading it.
+    /// The nearest value of this type to one of the type that kernels compute in, ties to even: the inverse of [`Stored::wide`].
+    fn nearest(value: Self::Compute) -> Self;
+
+    /// Runs `body` on the inputs and the output in the type that kernels compute in: see [`PieceOf::write`].
     #[doc(hidden)]
     fn write_pieces<const N: usize>(
         on: (&Cpu, usize),
         inputs: [&[Self]; N],
         output: &mut [Self],
         body: impl FnMut(usize, [&[Self::Compute]; N], &mut [Self::Compute]),
-    );
+    ) {
+        <Self::Compute as PieceOf<Self>>::write(on, inputs, output, body);
+    }
 
     /// As [`Stored::write_pieces`], but `body` reads the output, too.
     #[doc(hidden)]
@@ -187,7 +195,9 @@ pub trait Stored: sealed::Sealed + bytemuck::Pod + Default + Debug + Display + S
         inputs: [&[Self]; N],
         output: &mut [Self],
         body: impl FnMut(usize, [&[Self::Compute]; N], &mut [Self::Compute]),
-    );
+    ) {
+        <Self::Compute as PieceOf<Self>>::update(on, inputs, output, body);
+    }
 
     /// As [`Stored::write_pieces`], without an output.
     #[doc(hidden)]
@@ -195,7 +205,9 @@ pub trait Stored: sealed::Sealed + bytemuck::Pod + Default + Debug + Display + S
         on: (&Cpu, usize),
         inputs: [&[Self]; N],
         body: impl FnMut(usize, [&[Self::Compute]; N]),
-    );
+    ) {
+        <Self::Compute as PieceOf<Self>>::read(on, inputs, body);
+    }
 
     /// Runs `body` on all numbers of an input and of an output of another length, as those that kernels compute with. `body` writes all of
     /// the output without reading it.
@@ -251,38 +263,37 @@ macro_rules! stored {
     };
     (@computed $type:ty, F32) => { stored!(@itself $type); };
     (@computed $type:ty, F64) => { stored!(@itself $type); };
-    (@computed $type:ty, $dtype:ident) => {
+    (@computed $type:ty, BF16) => {
         type Compute = f32;
+        type Piece = bf16;
+
+        #[inline(always)]
+        fn wide(self) -> f32 {
+            f32::from_bits(u32::from(self.to_bits()) << 16)
+        }
+
+        #[inline(always)]
+        fn nearest(value: f32) -> bf16 {
+            nearest_bf16(value)
+        }
+    };
+    (@computed $type:ty, F16) => {
+        type Compute = f32;
+        type Piece = f32;
 
         #[inline(always)]
         fn wide(self) -> f32 {
             self.to_f32()
         }
 
-        fn write_pieces<const N: usize>(
-            on: (&Cpu, usize),
-            inputs: [&[Self]; N],
-            output: &mut [Self],
-            mut body: impl FnMut(usize, [&[f32]; N], &mut [f32]),
-        ) {
-            widened::each(on, inputs, output, false, &mut body);
-        }
-
-        fn update_pieces<const N: usize>(
-            on: (&Cpu, usize),
-            inputs: [&[Self]; N],
-            output: &mut [Self],
-            mut body: impl FnMut(usize, [&[f32]; N], &mut [f32]),
-        ) {
-            widened::each(on, inputs, output, true, &mut body);
-        }
-
-        fn read_pieces<const N: usize>(on: (&Cpu, usize), inputs: [&[Self]; N], mut body: impl FnMut(usize, [&[f32]; N])) {
-            widened::read(on, inputs, &mut body);
+        #[inline(always)]
+        fn nearest(value: f32) -> f16 {
+            f16::from_f32(value)
         }
     };
     (@itself $type:ty) => {
         type Compute = $type;
+        type Piece = $type;
 
         #[inline(always)]
         fn wide(self) -> $type {
@@ -290,31 +301,94 @@ macro_rules! stored {
         }
 
         #[inline(always)]
-        fn write_pieces<const N: usize>(
-            _: (&Cpu, usize),
-            inputs: [&[Self]; N],
-            output: &mut [Self],
-            mut body: impl FnMut(usize, [&[Self]; N], &mut [Self]),
-        ) {
-            body(0, inputs, output);
-        }
-
-        #[inline(always)]
-        fn update_pieces<const N: usize>(
-            _: (&Cpu, usize),
-            inputs: [&[Self]; N],
-            output: &mut [Self],
-            mut body: impl FnMut(usize, [&[Self]; N], &mut [Self]),
-        ) {
-            body(0, inputs, output);
-        }
-
-        #[inline(always)]
-        fn read_pieces<const N: usize>(_: (&Cpu, usize), inputs: [&[Self]; N], mut body: impl FnMut(usize, [&[Self]; N])) {
-            body(0, inputs);
+        fn nearest(value: $type) -> $type {
+            value
         }
     };
 }
+
+/// The type of the numbers that a loop gets of those stored as `S`: `S` itself, or f32 for numbers of 16 bits.
+#[doc(hidden)]
+pub trait PieceOf<S: Stored>: Stored {
+    /// Runs `body` on the inputs and the output. Numbers that must be converted are given to it in pieces. `on.1` is the size of a unit,
+    /// and a piece has whole units. `body` gets the place of the piece's first element, and writes all of the output's piece without reading
+    /// it.
+    fn write<const N: usize>(
+        on: (&Cpu, usize),
+        inputs: [&[S]; N],
+        output: &mut [S],
+        body: impl FnMut(usize, [&[Self]; N], &mut [Self]),
+    );
+
+    /// As [`PieceOf::write`], but `body` reads the output, too.
+    fn update<const N: usize>(
+        on: (&Cpu, usize),
+        inputs: [&[S]; N],
+        output: &mut [S],
+        body: impl FnMut(usize, [&[Self]; N], &mut [Self]),
+    );
+
+    /// As [`PieceOf::write`], without an output.
+    fn read<const N: usize>(on: (&Cpu, usize), inputs: [&[S]; N], body: impl FnMut(usize, [&[Self]; N]));
+}
+
+impl<S: Stored> PieceOf<S> for S {
+    #[inline(always)]
+    fn write<const N: usize>(
+        _: (&Cpu, usize),
+        inputs: [&[S]; N],
+        output: &mut [S],
+        mut body: impl FnMut(usize, [&[S]; N], &mut [S]),
+    ) {
+        body(0, inputs, output);
+    }
+
+    #[inline(always)]
+    fn update<const N: usize>(
+        _: (&Cpu, usize),
+        inputs: [&[S]; N],
+        output: &mut [S],
+        mut body: impl FnMut(usize, [&[S]; N], &mut [S]),
+    ) {
+        body(0, inputs, output);
+    }
+
+    #[inline(always)]
+    fn read<const N: usize>(_: (&Cpu, usize), inputs: [&[S]; N], mut body: impl FnMut(usize, [&[S]; N])) {
+        body(0, inputs);
+    }
+}
+
+/// Numbers of 16 bits as f32, converted piece by piece.
+macro_rules! in_pieces {
+    ($($type:ty)*) => {$(
+        impl PieceOf<$type> for f32 {
+            fn write<const N: usize>(
+                on: (&Cpu, usize),
+                inputs: [&[$type]; N],
+                output: &mut [$type],
+                mut body: impl FnMut(usize, [&[f32]; N], &mut [f32]),
+            ) {
+                widened::each(on, inputs, output, false, &mut body);
+            }
+
+            fn update<const N: usize>(
+                on: (&Cpu, usize),
+                inputs: [&[$type]; N],
+                output: &mut [$type],
+                mut body: impl FnMut(usize, [&[f32]; N], &mut [f32]),
+            ) {
+                widened::each(on, inputs, output, true, &mut body);
+            }
+
+            fn read<const N: usize>(on: (&Cpu, usize), inputs: [&[$type]; N], mut body: impl FnMut(usize, [&[f32]; N])) {
+                widened::read(on, inputs, &mut body);
+            }
+        }
+    )*};
+}
+
+in_pieces!(f16 bf16);
 
 /// `value` in f32, rounded to odd: rounding the result to 16 bits then gives the same as rounding `value` directly. (`half`
 /// converts f64 through the nearest f32, which may round twice.)
@@ -375,7 +449,7 @@ stored!(
     BF16,
     |value| bf16::from_f32(to_odd(value)),
     bf16::to_f64,
-    |from: &[bf16], to: &mut [f32]| map(from, to, bf16::to_f32),
+    |from: &[bf16], to: &mut [f32]| map(from, to, Stored::wide),
     |from: &[f32], to: &mut [bf16]| map(from, to, nearest_bf16)
 );
 

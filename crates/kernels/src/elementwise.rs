@@ -1,6 +1,7 @@
 //! Sums, scalings and biases.
 
 use crate::channels::{Layout, Units, lane_sum};
+use crate::element::PieceOf;
 use crate::error::check_len;
 use crate::isa::multiversion;
 use crate::memory_format::Extent;
@@ -20,9 +21,9 @@ pub(crate) fn chunks_mut<T>(data: &mut [T]) -> std::slice::ChunksMut<'_, T> {
 }
 
 multiversion! {
-    fn add_assign_chunk<T: Element>(x: &[T], y: &mut [T]) {
+    fn add_assign_chunk<S: Stored>(x: &[S], y: &mut [S]) {
         for (y, &x) in y.iter_mut().zip(x) {
-            *y += x;
+            *y = S::nearest(y.wide() + x.wide());
         }
     }
 
@@ -46,18 +47,18 @@ multiversion! {
         }
     }
 
-    fn add_to_rows<T: Element>(bias: &[T], rows: &mut [T]) {
+    fn add_to_rows<S: Stored>(bias: &[S::Compute], rows: &mut [S]) {
         for row in rows.chunks_exact_mut(bias.len()) {
             for (y, &b) in row.iter_mut().zip(bias) {
-                *y += b;
+                *y = S::nearest(y.wide() + b);
             }
         }
     }
 
-    fn add_rows<T: Element>(rows: &[T], sums: &mut [f64]) {
+    fn add_rows<S: Stored>(rows: &[S], sums: &mut [f64]) {
         for row in rows.chunks_exact(sums.len()) {
             for (sum, x) in sums.iter_mut().zip(row) {
-                *sum += x.f64();
+                *sum += x.wide().f64();
             }
         }
     }
@@ -72,7 +73,7 @@ kernels! {
         span!("add", x, y, y);
         check_len("add", "y", y.len(), x.len())?;
         cpu.for_each(x.len(), chunks(x).zip(chunks_mut(y)), |(x, y)| {
-            S::update_pieces((cpu, 1), [x], y, |_, [x], y| add_assign_chunk(cpu, x, y));
+            S::Piece::update((cpu, 1), [x], y, |_, [x], y| add_assign_chunk(cpu, x, y));
         });
         Ok(())
     }
@@ -127,7 +128,7 @@ kernels! {
                 }
             }
             Layout::Rows => {
-                S::update_pieces((cpu, bias.len()), [], y, |_, [], y| add_to_rows(cpu, &bias, y));
+                S::Piece::update((cpu, bias.len()), [], y, |_, [], y| add_to_rows(cpu, &bias, y));
             }
         });
         Ok(())
@@ -148,7 +149,7 @@ kernels! {
                 }
                 Layout::Rows => {
                     let mut sums = vec![0.0; extent.channels];
-                    S::read_pieces((cpu, extent.channels), [dy], |_, [dy]| add_rows(cpu, dy, &mut sums));
+                    S::Piece::read((cpu, extent.channels), [dy], |_, [dy]| add_rows(cpu, dy, &mut sums));
                     sums
                 }
             }

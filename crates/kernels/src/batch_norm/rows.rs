@@ -8,7 +8,10 @@ use crate::memory::AlignedVec;
 use crate::memory_format::Extent;
 use crate::pointwise::formulas::Formula;
 use crate::stream::{self, Streaming};
-use crate::{Cpu, Element, Stored, scratch};
+use num_traits::Zero;
+
+use crate::element::PieceOf;
+use crate::{Cpu, Stored, scratch};
 
 /// The minimum of elements in a wide row: neighbouring rows of few channels are treated as one wide row.
 const WIDE: usize = 64;
@@ -51,7 +54,7 @@ impl Rows {
             scratch::with(3 * self.width, |memory| {
                 let (pilots, sums) = memory.split_at_mut(self.width);
                 let [a, b] = zeros(sums);
-                S::read_pieces((cpu, self.width), [x], |start, [x]| {
+                S::Piece::read((cpu, self.width), [x], |start, [x]| {
                     if start == 0 {
                         pilot_rows(cpu, x, self.channels, pilots);
                     }
@@ -80,7 +83,7 @@ impl Rows {
             scratch::with(2 * self.width, |sums| {
                 let [a, b] = zeros(sums);
                 with_activation!(c.activation, act => {
-                    S::read_pieces((cpu, self.width), [x, dy], |_, both| {
+                    S::Piece::read((cpu, self.width), [x, dy], |_, both| {
                         sum_gradient_rows(cpu, both, &means, &c, act, a, b);
                     });
                 });
@@ -126,9 +129,9 @@ impl Rows {
             with_activation!(c.activation, act => match x {
                 Some(both) => {
                     let both = both.map(|x| &x[start..][..y.len()]);
-                    S::write_pieces(on, both, y, |_, both, y| map_rows(cpu, map, act, Some(both), y, &c));
+                    S::Piece::write(on, both, y, |_, both, y| map_rows(cpu, map, act, Some(both), y, &c));
                 }
-                None => S::update_pieces(on, [], y, |_, [], y| map_rows(cpu, map, act, None, y, &c)),
+                None => S::Piece::update(on, [], y, |_, [], y| map_rows(cpu, map, act, None, y, &c)),
             });
         });
     }
@@ -147,9 +150,9 @@ impl Rows {
             with_activation!(c.activation, act => match x {
                 Some(x) => {
                     let both = [&x[start..][..dx.len()], dy];
-                    S::write_pieces(on, both, dx, |_, [x, dy], dx| gradient_rows(cpu, Some(x), dy, act, dx, &c));
+                    S::Piece::write(on, both, dx, |_, [x, dy], dx| gradient_rows(cpu, Some(x), dy, act, dx, &c));
                 }
-                None => S::update_pieces(on, [dy], dx, |_, [dy], dx| gradient_rows(cpu, None, dy, act, dx, &c)),
+                None => S::Piece::update(on, [dy], dx, |_, [dy], dx| gradient_rows(cpu, None, dy, act, dx, &c)),
             });
         });
     }
@@ -217,12 +220,12 @@ fn fold(wide: &[f64], sums: &mut [f64]) {
 // The functions below loop over indices, with every slice cut to the same length first, because the compiler vectorises such loops.
 multiversion! {
     /// The pilots of the channels, repeated over a wide row.
-    fn pilot_rows<T: Element>(rows: &[T], channels: usize, pilots: &mut [f64]) {
+    fn pilot_rows<S: Stored>(rows: &[S], channels: usize, pilots: &mut [f64]) {
         let places = pilot_places(rows.len() / channels);
         let [a, b, c, d] = places.map(|place| &rows[place * channels..][..channels]);
         let (first, others) = pilots.split_at_mut(channels);
         for (((p, &a), &b), (&c, &d)) in first.iter_mut().zip(a).zip(b).zip(c.iter().zip(d)) {
-            *p = pilot([a, b, c, d]);
+            *p = pilot([a, b, c, d].map(S::wide));
         }
         others.chunks_exact_mut(channels).for_each(|other| other.copy_from_slice(first));
     }
@@ -235,7 +238,7 @@ multiversion! {
     }
 
     #[allow(clippy::needless_range_loop)]
-    fn sum_rows<T: Element>(rows: &[T], pilots: &[f64], sums: &mut [f64], squares: &mut [f64]) {
+    fn sum_rows<S: Stored>(rows: &[S], pilots: &[f64], sums: &mut [f64], squares: &mut [f64]) {
         let width = pilots.len();
         let (sums, squares) = (&mut sums[..width], &mut squares[..width]);
         // Each load and store of the sums serves four rows.
@@ -246,11 +249,11 @@ multiversion! {
             let (c, d) = rest.split_at(width);
             let (a, b, c, d) = (&a[..width], &b[..width], &c[..width], &d[..width]);
             for start in (0..width).step_by(STRIP) {
-                fetch_ahead::<T, 4>(quad, start);
+                fetch_ahead::<S, 4>(quad, start);
                 for i in start..(start + STRIP).min(width) {
                     let pilot = pilots[i];
-                    let (a, b) = (a[i].f64() - pilot, b[i].f64() - pilot);
-                    let (c, d) = (c[i].f64() - pilot, d[i].f64() - pilot);
+                    let (a, b) = (a[i].wide().f64() - pilot, b[i].wide().f64() - pilot);
+                    let (c, d) = (c[i].wide().f64() - pilot, d[i].wide().f64() - pilot);
                     sums[i] += (a + b) + (c + d);
                     squares[i] += (a * a + b * b) + (c * c + d * d);
                 }
@@ -258,7 +261,7 @@ multiversion! {
         }
         for row in quads.remainder().chunks(width) {
             for (((sum, square), &pilot), x) in sums.iter_mut().zip(squares.iter_mut()).zip(pilots).zip(row) {
-                let d = x.f64() - pilot;
+                let d = x.wide().f64() - pilot;
                 *sum += d;
                 *square += d * d;
             }
@@ -266,14 +269,14 @@ multiversion! {
     }
 
     #[allow(clippy::needless_range_loop)]
-    fn sum_gradient_rows<T: Element, A: Formula<T>>(
-        x_and_dy: [&[T]; 2], means: &[f64], c: &Coefficients<T>, act: A, sums: &mut [f64], centered: &mut [f64],
+    fn sum_gradient_rows<S: Stored, A: Formula<S::Compute>>(
+        x_and_dy: [&[S]; 2], means: &[f64], c: &Coefficients<S::Compute>, act: A, sums: &mut [f64], centered: &mut [f64],
     ) {
         let [x, dy] = x_and_dy;
         let width = means.len();
         let (sums, centered) = (&mut sums[..width], &mut centered[..width]);
         let (mean, scale, shift) = (&c.mean[..width], &c.scale[..width], &c.shift[..width]);
-        let zero = T::zero();
+        let zero = S::Compute::zero();
         let channel = |i: usize| Channel {
             mean: mean[i], scale: scale[i], shift: shift[i], mean_g: zero, slope: zero,
         };
@@ -283,14 +286,15 @@ multiversion! {
             let ((x0, x1), (dy0, dy1)) = (x.split_at(width), dy.split_at(width));
             let (x0, x1, dy0, dy1) = (&x0[..width], &x1[..width], &dy0[..width], &dy1[..width]);
             for start in (0..width).step_by(STRIP) {
-                fetch_ahead::<T, 2>(x, start);
-                fetch_ahead::<T, 2>(dy, start);
+                fetch_ahead::<S, 2>(x, start);
+                fetch_ahead::<S, 2>(dy, start);
                 for i in start..(start + STRIP).min(width) {
                     let c = channel(i);
-                    let g0 = c.behind_activation(x0[i], dy0[i], act).f64();
-                    let g1 = c.behind_activation(x1[i], dy1[i], act).f64();
+                    let (x0, x1) = (x0[i].wide(), x1[i].wide());
+                    let g0 = c.behind_activation(x0, dy0[i].wide(), act).f64();
+                    let g1 = c.behind_activation(x1, dy1[i].wide(), act).f64();
                     sums[i] += g0 + g1;
-                    centered[i] += g0 * (x0[i].f64() - means[i]) + g1 * (x1[i].f64() - means[i]);
+                    centered[i] += g0 * (x0.f64() - means[i]) + g1 * (x1.f64() - means[i]);
                 }
             }
         }
@@ -299,19 +303,20 @@ multiversion! {
             let (x, dy) = (&x[..len], &dy[..len]);
             let (means, sums, centered) = (&means[..len], &mut sums[..len], &mut centered[..len]);
             for i in 0..len {
-                let g = channel(i).behind_activation(x[i], dy[i], act).f64();
+                let x = x[i].wide();
+                let g = channel(i).behind_activation(x, dy[i].wide(), act).f64();
                 sums[i] += g;
-                centered[i] += g * (x[i].f64() - means[i]);
+                centered[i] += g * (x.f64() - means[i]);
             }
         }
     }
 
     #[allow(clippy::needless_range_loop)]
-    fn map_rows<T: Element, M: Map<T>, A: Formula<T>>(
-        map: M, act: A, x: Option<[&[T]; 2]>, y: &mut [T], c: &Coefficients<T>,
+    fn map_rows<S: Stored, M: Map<S::Compute>, A: Formula<S::Compute>>(
+        map: M, act: A, x: Option<[&[S]; 2]>, y: &mut [S], c: &Coefficients<S::Compute>,
     ) {
         let all = c.mean.len();
-        let zero = T::zero();
+        let zero = S::Compute::zero();
         for (row, y) in y.chunks_mut(all).enumerate() {
             let width = y.len();
             let (mean, scale, shift) = (&c.mean[..width], &c.scale[..width], &c.shift[..width]);
@@ -324,19 +329,19 @@ multiversion! {
                 Some([x, residual]) => {
                     let (x, residual) = (&x[row * all..][..width], &residual[row * all..][..width]);
                     for i in 0..width {
-                        y[i] = map.map(channel(i), x[i], residual[i], act);
+                        y[i] = S::nearest(map.map(channel(i), x[i].wide(), residual[i].wide(), act));
                     }
                 }
                 None => for i in 0..width {
-                    y[i] = map.map(channel(i), y[i], zero, act);
+                    y[i] = S::nearest(map.map(channel(i), y[i].wide(), zero, act));
                 },
             }
         }
     }
 
     #[allow(clippy::needless_range_loop)]
-    fn gradient_rows<T: Element, A: Formula<T>>(
-        x: Option<&[T]>, dy: &[T], act: A, dx: &mut [T], c: &Coefficients<T>,
+    fn gradient_rows<S: Stored, A: Formula<S::Compute>>(
+        x: Option<&[S]>, dy: &[S], act: A, dx: &mut [S], c: &Coefficients<S::Compute>,
     ) {
         let all = c.mean.len();
         let constant = c.constant;
@@ -352,11 +357,11 @@ multiversion! {
                 Some(x) => {
                     let x = &x[row * all..][..width];
                     for i in 0..width {
-                        dx[i] = channel(i).backward(x[i], dy[i], act, constant);
+                        dx[i] = S::nearest(channel(i).backward(x[i].wide(), dy[i].wide(), act, constant));
                     }
                 }
                 None => for i in 0..width {
-                    dx[i] = channel(i).backward(dx[i], dy[i], act, constant);
+                    dx[i] = S::nearest(channel(i).backward(dx[i].wide(), dy[i].wide(), act, constant));
                 },
             }
         }

@@ -77,12 +77,13 @@ pub(crate) mod formulas;
 pub use formulas::Pointwise;
 use formulas::{Formula, SELU_ALPHA, SELU_SCALE, elu, with_formula};
 
+use crate::element::PieceOf;
 use crate::elementwise::{chunks, chunks_mut};
 use crate::error::{check_len, invalid};
 use crate::isa::multiversion;
 use crate::operand::kernels;
 use crate::profile::span;
-use crate::{Cpu, DType, Element, Result, Stored};
+use crate::{Cpu, DType, Result, Stored};
 
 /// What the backward pass of a function reads besides the upstream gradient. Where input and output both would do, it is the
 /// output: the next operation usually keeps it anyway.
@@ -146,21 +147,21 @@ impl Pointwise {
 }
 
 multiversion! {
-    fn forward_chunk<T: Element, F: Formula<T>>(formula: F, x: &[T], y: &mut [T]) {
+    fn forward_chunk<S: Stored, F: Formula<S::Compute>>(formula: F, x: &[S], y: &mut [S]) {
         for (y, &x) in y.iter_mut().zip(x) {
-            *y = formula.forward(x);
+            *y = S::nearest(formula.forward(x.wide()));
         }
     }
 
-    fn backward_chunk<T: Element, F: Formula<T>>(formula: F, saved: &[T], dy: &[T], dx: &mut [T]) {
+    fn backward_chunk<S: Stored, F: Formula<S::Compute>>(formula: F, saved: &[S], dy: &[S], dx: &mut [S]) {
         for ((dx, &saved), &dy) in dx.iter_mut().zip(saved).zip(dy) {
-            *dx = formula.backward(saved, dy);
+            *dx = S::nearest(formula.backward(saved.wide(), dy.wide()));
         }
     }
 
-    fn backward_in_place_chunk<T: Element, F: Formula<T>>(formula: F, saved: &[T], g: &mut [T]) {
+    fn backward_in_place_chunk<S: Stored, F: Formula<S::Compute>>(formula: F, saved: &[S], g: &mut [S]) {
         for (g, &saved) in g.iter_mut().zip(saved) {
-            *g = formula.backward(saved, *g);
+            *g = S::nearest(formula.backward(saved.wide(), g.wide()));
         }
     }
 }
@@ -177,7 +178,7 @@ kernels! {
         let (work, items) = (function.cost().saturating_mul(x.len()), chunks(x).zip(chunks_mut(y)));
         cpu.for_each(work, items, |(x, y)| {
             with_formula!(function, formula => {
-                S::write_pieces((cpu, 1), [x], y, |_, [x], y| forward_chunk(cpu, formula, x, y));
+                S::Piece::write((cpu, 1), [x], y, |_, [x], y| forward_chunk(cpu, formula, x, y));
             });
         });
         Ok(())
@@ -198,7 +199,7 @@ kernels! {
         let items = chunks(saved).zip(chunks(dy)).zip(chunks_mut(dx));
         cpu.for_each(work, items, |((saved, dy), dx)| {
             with_formula!(function, formula => {
-                S::write_pieces((cpu, 1), [saved, dy], dx, |_, [saved, dy], dx| backward_chunk(cpu, formula, saved, dy, dx));
+                S::Piece::write((cpu, 1), [saved, dy], dx, |_, [saved, dy], dx| backward_chunk(cpu, formula, saved, dy, dx));
             });
         });
         Ok(())
@@ -215,7 +216,7 @@ kernels! {
         let (work, items) = (function.cost().saturating_mul(g.len()), chunks(saved).zip(chunks_mut(g)));
         cpu.for_each(work, items, |(saved, g)| {
             with_formula!(function, formula => {
-                S::update_pieces((cpu, 1), [saved], g, |_, [saved], g| backward_in_place_chunk(cpu, formula, saved, g));
+                S::Piece::update((cpu, 1), [saved], g, |_, [saved], g| backward_in_place_chunk(cpu, formula, saved, g));
             });
         });
         Ok(())

@@ -3,15 +3,16 @@
 //! ```text
 //! forward           y[pixel][k]    = sum over taps and c of x[pixel at tap][c] w[tap][c][k]
 //! backward-data     dx[pixel][c]   = sum over taps and k of dy[pixel at tap][k] w[tap][k][c]
-//! backward-weights  dw[k][tap, c]  = sum over pixels of dy[pixel][k] x[pixel at tap][c]
+//! backward-weights  dw[k][c] of tap = sum over pixels of dy[pixel][k] x[pixel at tap][c]
 //! ```
 //! Each is a product of small matrices: see [`unit`]. In the first two, a row of the first factor is what a target pixel reads, gathered
 //! unless it lies in the source as it is needed, and the second factor is a panel of weights, rounded to bf16. In the last, the first
-//! factor is dy transposed, and the second has the columns that a row of taps reads from a row of x.
+//! factor is dy transposed, and the second is x in pairs of pixels.
 //! Weights are rounded to bf16. Products of two bf16 are exact, and are summed in f32; numbers that are too small to be normal count as
 //! zero, as these units have it.
 
 mod correlate;
+mod lines;
 mod pack;
 mod unit;
 mod weights;
@@ -47,7 +48,7 @@ impl ConvAlgorithm for Bf16 {
     }
 
     fn revision(&self) -> u32 {
-        1
+        2
     }
 
     fn formats(&self) -> &'static [MemoryFormat] {
@@ -74,7 +75,7 @@ impl ConvAlgorithm for Bf16 {
         }
         let planned = match pass {
             Pass::BackwardWeights => WeightSums::new(problem, self.0, cpu)
-                .and_then(|sums| Some((sums.workspace_len(cpu)?, Kernel::Weights(sums)))),
+                .and_then(|sums| Some((sums.workspace_len()?, Kernel::Weights(sums)))),
             _ => Correlate::new(problem, pass, (self.0, cpu))
                 .and_then(|correlate| Some((correlate.workspace_len(cpu)?, Kernel::Correlate(correlate)))),
         };

@@ -1,8 +1,10 @@
 //! Pairs of numbers: the order of the second factor of a product, and transposed rows for the first.
 
+use std::ops::Range;
+
 use half::bf16;
 
-use super::unit::{GROUP, ROWS, SIDE};
+use super::unit::{GROUP, NOWHERE, ROWS, SIDE};
 
 /// Where the weights of a panel lie: `at + depth * depth_step + column * column_step` in a tensor of f32, for some depths and columns.
 #[derive(Clone, Copy)]
@@ -66,33 +68,56 @@ pub(super) fn pack_weights(
     }
 }
 
-/// Writes a row of pairs, [element][2], of two rows of elements.
-pub(super) fn pair_rows(rows: [&[bf16]; 2], pairs: &mut [bf16]) {
-    let len = rows[0].len();
-    assert!(rows[1].len() == len && pairs.len() >= 2 * len);
-    #[cfg(target_arch = "x86_64")]
-    if super::unit::x86::has_dot() {
-        // SAFETY: the machine has AVX512-BF16, and the lengths are as asserted.
-        unsafe { x86::pair_rows(rows.map(<[bf16]>::as_ptr), len, pairs.as_mut_ptr()) };
-        return;
-    }
-    for (pair, (&a, &b)) in pairs.chunks_exact_mut(2).zip(rows[0].iter().zip(rows[1])) {
-        pair.copy_from_slice(&[a, b]);
+/// Positions of a line, of which those `inside` are pixels, and the others zeros.
+#[derive(Clone)]
+pub(super) struct Line<'a> {
+    /// The pixels, from the first one inside on, each `step` elements after the one before it.
+    pub(super) pixels: &'a [bf16],
+    pub(super) step: usize,
+    pub(super) inside: Range<usize>,
+    /// Elements of a pixel that are meant.
+    pub(super) count: usize,
+}
+
+impl Line<'_> {
+    /// Where a position's elements begin in the pixels.
+    #[inline]
+    fn place(&self, position: usize) -> Option<usize> {
+        self.inside.contains(&position).then(|| (position - self.inside.start) * self.step)
     }
 }
 
-/// Writes [`GROUP`] rows of `columns` elements, transposed; an absent row is zeros.
-pub(super) fn transpose_rows(rows: &[Option<&[bf16]>; GROUP], columns: usize, to: &mut [bf16]) {
-    assert!(columns * GROUP <= to.len());
-    assert!(rows.iter().flatten().all(|row| row.len() >= columns));
+/// Writes the positions of a line from `first` on in pairs: [pair][element][position], with `columns` elements, of which those from the
+/// line's `count` on are not told.
+pub(super) fn pair_positions(line: &Line<'_>, first: usize, columns: usize, to: &mut [bf16]) {
+    let last = line.inside.len().saturating_sub(1) * line.step;
+    assert!(line.count <= columns && (line.inside.is_empty() || last + line.count <= line.pixels.len()));
     #[cfg(target_arch = "x86_64")]
     if super::unit::x86::has_dot() {
         // SAFETY: the machine has AVX512-BF16, and the lengths are as asserted.
-        return unsafe { x86::transpose_rows(rows, columns, to.as_mut_ptr()) };
+        return unsafe { x86::pair_positions(line, first, columns, to) };
     }
-    for (column, to) in to.chunks_exact_mut(GROUP).enumerate().take(columns) {
-        for (to, row) in to.iter_mut().zip(rows) {
-            *to = row.map_or(bf16::ZERO, |row| row[column]);
+    for (pair, to) in to.chunks_exact_mut(2 * columns).enumerate() {
+        for (element, to) in to.chunks_exact_mut(2).enumerate().take(line.count) {
+            for (position, to) in (first + 2 * pair..).zip(to) {
+                *to = line.place(position).map_or(bf16::ZERO, |place| line.pixels[place + element]);
+            }
+        }
+    }
+}
+
+/// Writes `count` elements from each of [`GROUP`] places on, transposed: [element][place]. What is [`NOWHERE`] is zeros.
+pub(super) fn transpose_places(from: &[bf16], places: &[usize; GROUP], count: usize, to: &mut [bf16]) {
+    assert!(count * GROUP <= to.len() && count <= from.len());
+    assert!(places.iter().all(|&place| place <= from.len() - count || place == NOWHERE));
+    #[cfg(target_arch = "x86_64")]
+    if super::unit::x86::has_dot() {
+        // SAFETY: the machine has AVX512-BF16, and the lengths are as asserted.
+        return unsafe { x86::transpose_places(from.as_ptr(), places, count, to.as_mut_ptr()) };
+    }
+    for (element, to) in to.chunks_exact_mut(GROUP).enumerate().take(count) {
+        for (to, &place) in to.iter_mut().zip(places) {
+            *to = if place == NOWHERE { bf16::ZERO } else { from[place + element] };
         }
     }
 }
@@ -112,7 +137,7 @@ mod x86 {
 
     use half::bf16;
 
-    use super::{GROUP, ROWS, SIDE, Weights};
+    use super::{GROUP, Line, NOWHERE, ROWS, SIDE, Weights};
 
     /// The order that makes pairs of two halves: 0, 16, 1, 17, ...
     #[inline]
@@ -243,53 +268,63 @@ mod x86 {
         }
     }
 
-    /// 16 elements of two rows as pairs.
-    ///
     /// # Safety
-    /// The elements of `mask` can be read.
-    #[inline]
+    /// The machine has AVX512-BF16, the pixels of the line inside have `count` elements, and `columns` are no fewer.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-    unsafe fn pairs([a, b]: [*const bf16; 2], mask: u16, order: __m512i) -> __m512i {
-        // SAFETY: as the caller promises.
-        let [a, b] = [a, b].map(|row| unsafe { _mm256_maskz_loadu_epi16(mask, row.cast()) });
-        _mm512_permutexvar_epi16(order, _mm512_inserti64x4::<1>(_mm512_castsi256_si512(a), b))
-    }
-
-    /// # Safety
-    /// The machine has AVX512-BF16, both rows have `len` elements, `to` has room for twice as many.
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-    pub(super) unsafe fn pair_rows(rows: [*const bf16; 2], len: usize, to: *mut bf16) {
-        let order = interleaved();
-        for first in (0..len).step_by(ROWS) {
-            let mask = mask(len - first);
-            // SAFETY: the mask leaves elements below `len`, and as many pairs.
-            unsafe {
-                let both = pairs(rows.map(|row| row.add(first)), mask, order);
-                _mm512_mask_storeu_epi32(to.add(2 * first).cast(), mask, both);
+    pub(super) unsafe fn pair_positions(line: &Line<'_>, first: usize, columns: usize, to: &mut [bf16]) {
+        let (order, from) = (interleaved(), line.pixels.as_ptr());
+        for (pair, to) in to.chunks_exact_mut(2 * columns).enumerate() {
+            let position = first + 2 * pair;
+            let (even, odd) = (line.place(position), line.place(position + 1));
+            for first in (0..line.count).step_by(ROWS) {
+                let mask = mask(line.count - first);
+                let [mut low, mut high] = [_mm256_setzero_si256(); 2];
+                // SAFETY: pixels of the line inside; the mask leaves elements below `count`, and as many pairs of `to`.
+                unsafe {
+                    if let Some(place) = even {
+                        low = _mm256_maskz_loadu_epi16(mask, from.add(place + first).cast());
+                    }
+                    if let Some(place) = odd {
+                        high = _mm256_maskz_loadu_epi16(mask, from.add(place + first).cast());
+                    }
+                    let both = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high);
+                    let to = to.as_mut_ptr().add(2 * first).cast();
+                    _mm512_mask_storeu_epi32(to, mask, _mm512_permutexvar_epi16(order, both));
+                }
             }
         }
     }
 
     /// # Safety
-    /// The machine has AVX512-BF16, rows have `columns` elements, and `to` has room for all of these.
+    /// The machine has AVX512-BF16, `count` elements can be read from each place on that is not nowhere, and `to` has room for all.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-    pub(super) unsafe fn transpose_rows(rows: &[Option<&[bf16]>; GROUP], columns: usize, to: *mut bf16) {
+    pub(super) unsafe fn transpose_places(
+        from: *const bf16,
+        places: &[usize; GROUP],
+        count: usize,
+        to: *mut bf16,
+    ) {
         let order = interleaved();
-        for first in (0..columns).step_by(ROWS) {
-            let mask = mask(columns - first);
+        for first in (0..count).step_by(ROWS) {
+            let mask = mask(count - first);
             let mut lines = [_mm512_setzero_si512(); ROWS];
-            for (line, rows) in lines.iter_mut().zip(rows.as_chunks::<2>().0) {
-                let [a, b] = rows.map(|row| match row {
-                    // SAFETY: the mask leaves elements below `columns`, which the row has.
-                    Some(row) => unsafe { _mm256_maskz_loadu_epi16(mask, row.as_ptr().add(first).cast()) },
-                    None => _mm256_setzero_si256(),
-                });
-                *line =
-                    _mm512_permutexvar_epi16(order, _mm512_inserti64x4::<1>(_mm512_castsi256_si512(a), b));
+            for (line, places) in lines.iter_mut().zip(places.as_chunks::<2>().0) {
+                let [mut low, mut high] = [_mm256_setzero_si256(); 2];
+                // SAFETY: the mask leaves elements below `count`, which can be read from these places on.
+                unsafe {
+                    if places[0] != NOWHERE {
+                        low = _mm256_maskz_loadu_epi16(mask, from.add(places[0] + first).cast());
+                    }
+                    if places[1] != NOWHERE {
+                        high = _mm256_maskz_loadu_epi16(mask, from.add(places[1] + first).cast());
+                    }
+                }
+                let both = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high);
+                *line = _mm512_permutexvar_epi16(order, both);
             }
-            for (column, line) in (first..columns).zip(transposed(lines)) {
-                // SAFETY: the caller promises these places.
-                unsafe { _mm512_storeu_si512(to.add(column * GROUP).cast(), line) };
+            for (element, line) in (first..count).zip(transposed(lines)) {
+                // SAFETY: the caller promises room for `count` groups.
+                unsafe { _mm512_storeu_si512(to.add(element * GROUP).cast(), line) };
             }
         }
     }

@@ -20,15 +20,21 @@ pub(super) const ROWS: usize = 16;
 /// Terms of a row that follow one another.
 pub(super) const GROUP: usize = 32;
 
+/// [`Factors::b_second`] where columns follow one another.
+pub(super) const SECOND: isize = (2 * ROWS) as isize;
+
+/// The place of a row of sums that stands for nothing.
+pub(super) const NOWHERE: usize = usize::MAX;
+
 /// The sums of a product: [row][column].
 pub(super) type Sums = [f32; SIDE * SIDE];
 
 /// The two factors of a product of at most [`SIDE`] rows and columns: `sums[m][n] = sum over d of a[m][d] b[d][n]`.
 ///
-/// The terms lie in segments, which are all alike. In the first factor, [`GROUP`] terms of a row follow one another. In the second, two terms
-/// of a column do: it is [d / 2][n][d % 2].
+/// The terms lie in segments of one length. In the first factor, [`GROUP`] terms of a row follow one another. In the second, two terms of a
+/// column do: it is [d / 2][n][d % 2].
 #[derive(Clone, Copy)]
-pub(super) struct Factors {
+pub(super) struct Factors<'a> {
     /// Row 0 of the first factor.
     pub(super) a: *const bf16,
     /// Elements from a row to the next, and from a group of terms to the next.
@@ -36,14 +42,13 @@ pub(super) struct Factors {
     pub(super) a_group: usize,
     /// Terms 0 and 1 of the second factor.
     pub(super) b: *const bf16,
-    /// Elements from a pair of terms to the next.
+    /// Elements from a pair of terms to the next, and from the first [`ROWS`] columns to the others.
     pub(super) b_pair: usize,
+    pub(super) b_second: isize,
     /// Terms of a segment: a multiple of [`Unit::terms`], and not 0.
     pub(super) terms: usize,
-    /// The number of segments, and the elements from a segment to the next in both factors.
-    pub(super) segments: usize,
-    pub(super) a_segment: usize,
-    pub(super) b_segment: usize,
+    /// Where the segments of both factors begin, from the pointers on.
+    pub(super) segments: &'a [[usize; 2]],
 }
 
 impl Unit {
@@ -75,14 +80,13 @@ impl Unit {
             a_group: SIDE * GROUP,
             b: b.as_ptr(),
             b_pair: 2 * SIDE,
+            b_second: SECOND,
             terms: 256,
-            segments: 64,
-            a_segment: 0,
-            b_segment: 0,
+            segments: &[[0, 0]; 64],
         };
         let mut sums = [0.0; SIDE * SIDE];
         // SAFETY: the assertion found the unit, and both factors have 32 x 256 elements.
-        unsafe { self.ready().multiply(&factors, [SIDE, SIDE], &mut sums) };
+        unsafe { self.ready().multiply(&factors, [SIDE, SIDE], (&mut sums, false)) };
         std::hint::black_box(sums);
     }
 
@@ -129,13 +133,18 @@ impl Drop for Ready {
 }
 
 impl Ready {
-    /// Computes `rows` x `columns` sums; what the others hold then is not told.
+    /// Computes `rows` x `columns` sums, or adds to them; what the others hold then is not told.
     ///
     /// # Safety
     /// All that the factors tell can be read: `rows` rounded up to a multiple of [`ROWS`], and [`SIDE`] columns, or half as many if
     /// `columns` is at most that.
     #[inline]
-    pub(super) unsafe fn multiply(&self, factors: &Factors, [rows, columns]: [usize; 2], sums: &mut Sums) {
+    pub(super) unsafe fn multiply(
+        &self,
+        factors: &Factors,
+        [rows, columns]: [usize; 2],
+        (sums, adds): (&mut Sums, bool),
+    ) {
         assert!(
             rows <= SIDE
                 && columns <= SIDE
@@ -145,16 +154,16 @@ impl Ready {
         // SAFETY: this machine has the unit, as whoever made this promised, and the caller promises what can be read.
         unsafe {
             match self.0 {
-                Unit::Dot => x86::dot(factors, [rows, columns], sums),
-                Unit::Tiles => x86::tiles(factors, [rows, columns], sums),
+                Unit::Dot => x86::dot(factors, [rows, columns], (sums, adds)),
+                Unit::Tiles => x86::tiles(factors, [rows, columns], (sums, adds)),
             }
         }
     }
 
-    /// Writes rows of sums as their nearest bf16, each to its place from `to` on.
+    /// Writes rows of sums as their nearest bf16, each to its place from `to` on, but those whose place is [`NOWHERE`].
     ///
     /// # Safety
-    /// Each place can be written for `columns` elements, and nobody else uses these meanwhile.
+    /// Each other place can be written for `columns` elements, and nobody else uses these meanwhile.
     #[inline]
     pub(super) unsafe fn narrow(&self, sums: &Sums, to: *mut bf16, places: &[usize], columns: usize) {
         assert!(places.len() <= SIDE && columns <= SIDE);
@@ -171,7 +180,7 @@ pub(super) mod x86 {
 
     use half::bf16;
 
-    use super::{Factors, GROUP, ROWS, SIDE, Sums};
+    use super::{Factors, GROUP, NOWHERE, ROWS, SIDE, Sums};
     use crate::simd;
 
     pub(in super::super) fn has_dot() -> bool {
@@ -239,151 +248,162 @@ pub(super) mod x86 {
 
     /// # Safety
     /// This machine has tiles, and they are configured; otherwise as [`super::Ready::multiply`].
-    pub(super) unsafe fn tiles(factors: &Factors, [rows, columns]: [usize; 2], sums: &mut Sums) {
+    pub(super) unsafe fn tiles(factors: &Factors, [rows, columns]: [usize; 2], sums: (&mut Sums, bool)) {
         // SAFETY: as the caller promises.
         unsafe {
             match (rows > ROWS, columns > ROWS) {
                 (true, true) => four_tiles(factors, sums),
-                (false, true) => tile_row(factors, 0, sums),
-                (_, false) => {
-                    for row in (0..rows).step_by(ROWS) {
-                        one_tile(factors, row, sums);
-                    }
-                }
+                (false, true) => tile_row(factors, sums),
+                (true, false) => tile_column(factors, sums),
+                (false, false) => one_tile(factors, sums),
             }
         }
     }
 
-    /// Bytes from a row of [`Sums`] to the next.
-    const SUMS_ROW: usize = SIDE * size_of::<f32>();
-
-    /// # Safety
-    /// As [`tiles`], of all rows and columns.
-    unsafe fn four_tiles(factors: &Factors, sums: &mut Sums) {
-        let bytes =
-            [factors.a_row, factors.a_group, factors.b_pair].map(|elements| elements * size_of::<bf16>());
-        let [a_row, a_step, b_pair] = bytes;
-        // SAFETY: the compiler uses no tiles, so they keep their values from one `asm!` to the next. A tile is 16 rows of 32 elements of
-        // the first factor, 16 pairs of 16 columns of the second, or 16 rows of 16 sums: the caller promises that these can be read, and
-        // `sums` has two times two of the last.
-        unsafe {
-            asm!("tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3", options(nomem, nostack));
-            for segment in 0..factors.segments {
-                let a = factors.a.add(segment * factors.a_segment);
+    /// Sums products of tiles: what makes the sums zero or loads them from `{to}`, what a step over [`GROUP`] terms does with the rows at `{a}` and the pairs at `{b}`,
+    /// and what stores the sums at `{to}`. `$a` and `$b` name where these begin, for further operands of a
+    /// step.
+    ///
+    /// The compiler uses no tiles, so they keep their values from one `asm!` to the next. A tile is 16 rows of 32 elements of the first
+    /// factor, 16 pairs of 16 columns of the second, or 16 rows of 16 sums.
+    macro_rules! sum_tiles {
+        ($factors:ident, $sums:ident, $adds:ident, |$a:ident, $b:ident|
+         zero: [$($zero:literal),+], load: [$($load:literal),+], step: [$($step:literal),+], with: [$($with:tt)*], store: [$($store:literal),+]) => {{
+            let bytes =
+                [$factors.a_row, $factors.a_group, $factors.b_pair].map(|elements| elements * size_of::<bf16>());
+            let [a_row, a_step, b_pair] = bytes;
+            match $adds {
+                false => asm!($($zero),+, options(nomem, nostack)),
+                true => asm!(
+                    $($load),+,
+                    to = in(reg) $sums.as_mut_ptr(),
+                    row = in(reg) SIDE * size_of::<f32>(),
+                    options(nostack, readonly),
+                ),
+            }
+            for &[a_at, b_at] in $factors.segments {
+                let ($a, $b) = ($factors.a.add(a_at), $factors.b.add(b_at));
                 asm!(
                     "2:",
-                    "tileloadd tmm6, [{b} + {b_pair}]",
-                    "tileloadd tmm4, [{a} + {a_row}]",
-                    "tdpbf16ps tmm0, tmm4, tmm6",
-                    "tileloadd tmm7, [{b} + {b_pair} + 64]",
-                    "tdpbf16ps tmm1, tmm4, tmm7",
-                    "tileloadd tmm5, [{lower} + {a_row}]",
-                    "tdpbf16ps tmm2, tmm5, tmm6",
-                    "tdpbf16ps tmm3, tmm5, tmm7",
+                    $($step,)+
                     "add {a}, {a_step}",
-                    "add {lower}, {a_step}",
                     "add {b}, {b_step}",
                     "dec {steps}",
                     "jnz 2b",
-                    a = inout(reg) a => _,
-                    lower = inout(reg) a.byte_add(ROWS * a_row) => _,
-                    b = inout(reg) factors.b.add(segment * factors.b_segment) => _,
-                    steps = inout(reg) factors.terms / GROUP => _,
+                    a = inout(reg) $a => _,
+                    b = inout(reg) $b => _,
+                    steps = inout(reg) $factors.terms / GROUP => _,
                     a_row = in(reg) a_row,
                     a_step = in(reg) a_step,
                     b_pair = in(reg) b_pair,
                     b_step = in(reg) 16 * b_pair,
+                    $($with)*
                     options(nostack, readonly),
                 );
             }
             asm!(
-                "tilestored [{to} + {row}], tmm0",
-                "tilestored [{to} + {row} + 64], tmm1",
-                "tilestored [{lower} + {row}], tmm2",
-                "tilestored [{lower} + {row} + 64], tmm3",
-                to = in(reg) sums.as_mut_ptr(),
-                lower = in(reg) sums.as_mut_ptr().add(ROWS * SIDE),
-                row = in(reg) SUMS_ROW,
+                $($store),+,
+                to = in(reg) $sums.as_mut_ptr(),
+                row = in(reg) SIDE * size_of::<f32>(),
                 options(nostack),
+            );
+        }};
+    }
+
+    /// # Safety
+    /// As [`tiles`], of all rows and columns.
+    unsafe fn four_tiles(factors: &Factors, (sums, adds): (&mut Sums, bool)) {
+        // SAFETY: the caller promises that two times two tiles of both factors can be read, and `sums` has as many. 2048 bytes are 16 of
+        // its rows.
+        unsafe {
+            sum_tiles!(factors, sums, adds, |a, b|
+                zero: ["tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3"],
+                load: ["tileloadd tmm0, [{to} + {row}]", "tileloadd tmm1, [{to} + {row} + 64]", "tileloadd tmm2, [{to} + {row} + 2048]", "tileloadd tmm3, [{to} + {row} + 2112]"],
+                step: [
+                    "tileloadd tmm6, [{b} + {b_pair}]",
+                    "tileloadd tmm4, [{a} + {a_row}]",
+                    "tdpbf16ps tmm0, tmm4, tmm6",
+                    "tileloadd tmm7, [{second} + {b_pair}]",
+                    "tdpbf16ps tmm1, tmm4, tmm7",
+                    "tileloadd tmm5, [{lower} + {a_row}]",
+                    "tdpbf16ps tmm2, tmm5, tmm6",
+                    "tdpbf16ps tmm3, tmm5, tmm7",
+                    "add {lower}, {a_step}",
+                    "add {second}, {b_step}"
+                ],
+                with: [
+                    lower = inout(reg) a.add(ROWS * factors.a_row) => _,
+                    second = inout(reg) b.offset(factors.b_second) => _,
+                ],
+                store: [
+                    "tilestored [{to} + {row}], tmm0",
+                    "tilestored [{to} + {row} + 64], tmm1",
+                    "tilestored [{to} + {row} + 2048], tmm2",
+                    "tilestored [{to} + {row} + 2112], tmm3"
+                ]
             );
         }
     }
 
     /// # Safety
     /// As [`tiles`], of 16 rows and all columns.
-    unsafe fn tile_row(factors: &Factors, row: usize, sums: &mut Sums) {
-        let bytes =
-            [factors.a_row, factors.a_group, factors.b_pair].map(|elements| elements * size_of::<bf16>());
-        let [a_row, a_step, b_pair] = bytes;
-        // SAFETY: as in `four_tiles`.
+    unsafe fn tile_row(factors: &Factors, (sums, adds): (&mut Sums, bool)) {
+        // SAFETY: the caller promises that a tile of the first factor and two of the second can be read, and `sums` has room for two.
         unsafe {
-            asm!("tilezero tmm0", "tilezero tmm1", options(nomem, nostack));
-            for segment in 0..factors.segments {
-                asm!(
-                    "2:",
+            sum_tiles!(factors, sums, adds, |a, b|
+                zero: ["tilezero tmm0", "tilezero tmm1"],
+                load: ["tileloadd tmm0, [{to} + {row}]", "tileloadd tmm1, [{to} + {row} + 64]"],
+                step: [
                     "tileloadd tmm4, [{a} + {a_row}]",
                     "tileloadd tmm6, [{b} + {b_pair}]",
                     "tdpbf16ps tmm0, tmm4, tmm6",
-                    "tileloadd tmm7, [{b} + {b_pair} + 64]",
+                    "tileloadd tmm7, [{second} + {b_pair}]",
                     "tdpbf16ps tmm1, tmm4, tmm7",
-                    "add {a}, {a_step}",
-                    "add {b}, {b_step}",
-                    "dec {steps}",
-                    "jnz 2b",
-                    a = inout(reg) factors.a.byte_add(row * a_row).add(segment * factors.a_segment) => _,
-                    b = inout(reg) factors.b.add(segment * factors.b_segment) => _,
-                    steps = inout(reg) factors.terms / GROUP => _,
-                    a_row = in(reg) a_row,
-                    a_step = in(reg) a_step,
-                    b_pair = in(reg) b_pair,
-                    b_step = in(reg) 16 * b_pair,
-                    options(nostack, readonly),
-                );
-            }
-            asm!(
-                "tilestored [{to} + {row}], tmm0",
-                "tilestored [{to} + {row} + 64], tmm1",
-                to = in(reg) sums.as_mut_ptr().add(row * SIDE),
-                row = in(reg) SUMS_ROW,
-                options(nostack),
+                    "add {second}, {b_step}"
+                ],
+                with: [second = inout(reg) b.offset(factors.b_second) => _,],
+                store: ["tilestored [{to} + {row}], tmm0", "tilestored [{to} + {row} + 64], tmm1"]
             );
         }
     }
 
     /// # Safety
-    /// As [`tiles`], of 16 rows from `row` on and 16 columns.
-    unsafe fn one_tile(factors: &Factors, row: usize, sums: &mut Sums) {
-        let bytes =
-            [factors.a_row, factors.a_group, factors.b_pair].map(|elements| elements * size_of::<bf16>());
-        let [a_row, a_step, b_pair] = bytes;
-        // SAFETY: as in `four_tiles`.
+    /// As [`tiles`], of all rows and 16 columns.
+    unsafe fn tile_column(factors: &Factors, (sums, adds): (&mut Sums, bool)) {
+        // SAFETY: the caller promises that two tiles of the first factor and one of the second can be read, and `sums` has room for two.
         unsafe {
-            asm!("tilezero tmm0", options(nomem, nostack));
-            for segment in 0..factors.segments {
-                asm!(
-                    "2:",
+            sum_tiles!(factors, sums, adds, |a, b|
+                zero: ["tilezero tmm0", "tilezero tmm2"],
+                load: ["tileloadd tmm0, [{to} + {row}]", "tileloadd tmm2, [{to} + {row} + 2048]"],
+                step: [
+                    "tileloadd tmm6, [{b} + {b_pair}]",
+                    "tileloadd tmm4, [{a} + {a_row}]",
+                    "tdpbf16ps tmm0, tmm4, tmm6",
+                    "tileloadd tmm5, [{lower} + {a_row}]",
+                    "tdpbf16ps tmm2, tmm5, tmm6",
+                    "add {lower}, {a_step}"
+                ],
+                with: [lower = inout(reg) a.add(ROWS * factors.a_row) => _,],
+                store: ["tilestored [{to} + {row}], tmm0", "tilestored [{to} + {row} + 2048], tmm2"]
+            );
+        }
+    }
+
+    /// # Safety
+    /// As [`tiles`], of 16 rows and 16 columns.
+    unsafe fn one_tile(factors: &Factors, (sums, adds): (&mut Sums, bool)) {
+        // SAFETY: the caller promises that a tile of both factors can be read, and `sums` has room for one.
+        unsafe {
+            sum_tiles!(factors, sums, adds, |a, b|
+                zero: ["tilezero tmm0"],
+                load: ["tileloadd tmm0, [{to} + {row}]"],
+                step: [
                     "tileloadd tmm4, [{a} + {a_row}]",
                     "tileloadd tmm6, [{b} + {b_pair}]",
-                    "tdpbf16ps tmm0, tmm4, tmm6",
-                    "add {a}, {a_step}",
-                    "add {b}, {b_step}",
-                    "dec {steps}",
-                    "jnz 2b",
-                    a = inout(reg) factors.a.byte_add(row * a_row).add(segment * factors.a_segment) => _,
-                    b = inout(reg) factors.b.add(segment * factors.b_segment) => _,
-                    steps = inout(reg) factors.terms / GROUP => _,
-                    a_row = in(reg) a_row,
-                    a_step = in(reg) a_step,
-                    b_pair = in(reg) b_pair,
-                    b_step = in(reg) 16 * b_pair,
-                    options(nostack, readonly),
-                );
-            }
-            asm!(
-                "tilestored [{to} + {row}], tmm0",
-                to = in(reg) sums.as_mut_ptr().add(row * SIDE),
-                row = in(reg) SUMS_ROW,
-                options(nostack),
+                    "tdpbf16ps tmm0, tmm4, tmm6"
+                ],
+                with: [],
+                store: ["tilestored [{to} + {row}], tmm0"]
             );
         }
     }
@@ -393,13 +413,17 @@ pub(super) mod x86 {
 
     /// # Safety
     /// This machine has AVX512-BF16; otherwise as [`super::Ready::multiply`].
-    pub(super) unsafe fn dot(factors: &Factors, [rows, columns]: [usize; 2], sums: &mut Sums) {
+    pub(super) unsafe fn dot(
+        factors: &Factors,
+        [rows, columns]: [usize; 2],
+        (sums, adds): (&mut Sums, bool),
+    ) {
         for row in (0..rows).step_by(BLOCK) {
             // SAFETY: as the caller promises, since `BLOCK` divides `ROWS`.
             unsafe {
                 match columns > ROWS {
-                    true => dot_block::<2>(factors, row, sums),
-                    false => dot_block::<1>(factors, row, sums),
+                    true => dot_block::<2>(factors, row, (sums, adds)),
+                    false => dot_block::<1>(factors, row, (sums, adds)),
                 }
             }
         }
@@ -408,19 +432,29 @@ pub(super) mod x86 {
     /// # Safety
     /// As [`dot`], of `BLOCK` rows from `row` on and V vectors of columns.
     #[target_feature(enable = "avx512f,avx512bf16")]
-    unsafe fn dot_block<const V: usize>(factors: &Factors, row: usize, sums: &mut Sums) {
+    unsafe fn dot_block<const V: usize>(factors: &Factors, row: usize, (sums, adds): (&mut Sums, bool)) {
         let mut found = [[_mm512_setzero_ps(); V]; BLOCK];
-        for segment in 0..factors.segments {
+        if adds {
+            for (p, found) in found.iter_mut().enumerate() {
+                for (v, vector) in found.iter_mut().enumerate() {
+                    let from = &sums[(row + p) * SIDE + v * ROWS..][..ROWS];
+                    // SAFETY: `from` has 16 elements.
+                    *vector = unsafe { _mm512_loadu_ps(from.as_ptr()) };
+                }
+            }
+        }
+        for &[a_at, b_at] in factors.segments {
             // SAFETY: two terms of `BLOCK` rows, and V vectors of 16 columns with two terms each, can be read, as the caller promises.
             unsafe {
-                let mut a = factors.a.add(row * factors.a_row + segment * factors.a_segment);
-                let mut b = factors.b.add(segment * factors.b_segment);
+                let mut a = factors.a.add(row * factors.a_row + a_at);
+                let mut b = factors.b.add(b_at);
                 for pair in 0..factors.terms / 2 {
                     if pair > 0 && pair % (GROUP / 2) == 0 {
                         a = a.add(factors.a_group - GROUP);
                     }
-                    let weights: [__m512bh; V] =
-                        simd::array(|v| b.add(2 * ROWS * v).cast::<__m512bh>().read_unaligned());
+                    let weights: [__m512bh; V] = simd::array(|v| {
+                        b.offset(factors.b_second * v as isize).cast::<__m512bh>().read_unaligned()
+                    });
                     for (p, found) in found.iter_mut().enumerate() {
                         let pair = _mm512_set1_epi32(a.add(p * factors.a_row).cast::<i32>().read_unaligned());
                         let pair = std::mem::transmute::<__m512i, __m512bh>(pair);
@@ -448,6 +482,9 @@ pub(super) mod x86 {
     pub(super) unsafe fn narrow(sums: &Sums, to: *mut bf16, places: &[usize], columns: usize) {
         let mask = u32::MAX.checked_shr((SIDE - columns) as u32).unwrap_or(0);
         for (row, &place) in sums.as_chunks::<SIDE>().0.iter().zip(places) {
+            if place == NOWHERE {
+                continue;
+            }
             // SAFETY: the row has two vectors; the mask leaves `columns` elements, which can be written, as the caller promises.
             unsafe {
                 let low = _mm512_loadu_ps(row.as_ptr());
@@ -477,11 +514,11 @@ mod x86 {
 
     pub(super) unsafe fn release() {}
 
-    pub(super) unsafe fn tiles(_: &Factors, _: [usize; 2], _: &mut Sums) {
+    pub(super) unsafe fn tiles(_: &Factors, _: [usize; 2], _: (&mut Sums, bool)) {
         unreachable!("there are no tiles")
     }
 
-    pub(super) unsafe fn dot(_: &Factors, _: [usize; 2], _: &mut Sums) {
+    pub(super) unsafe fn dot(_: &Factors, _: [usize; 2], _: (&mut Sums, bool)) {
         unreachable!("there is no AVX512-BF16")
     }
 

@@ -1,334 +1,389 @@
-//! Backward-weights: dy transposed, times what rows of taps read from x.
+//! Backward-weights: dy transposed, times x in pairs of pixels.
 //!
-//! The batch is cut into bands: some rows of outputs of an image. Of each band in turn, or of several, all threads first write both factors
-//! of the products; then they multiply, each its own part of the weight. A position is an output pixel of a band, in rows of an even
-//! length. For a row of taps, the positions' rows of x lie one after the other, whatever the stride is, because rows of x are sorted by
-//! their residue modulo the stride. So the product for a row of taps is one over all positions.
+//! The batch is cut into bands: some rows of outputs of an image. Of some bands in turn, both factors of the products are written, and then
+//! multiplied. Each thread does so with bands of its own, as what another one has written is slow to read, and the sums of all are added up
+//! at last. Only if the weight is larger than the factors, all threads write the same bands, and multiply parts of the weight.
+//!
+//! A position is an output pixel of a band, or one of some pixels behind each row of outputs, where dy counts as zero. The pixels of x lie
+//! as far apart as positions, with zeros where there is none, so what a tap reads for all positions in turn lies there in one piece: in pairs
+//! that begin at even pixels, or in those that begin at odd ones. With a stride, pixels are sorted by their residues first.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use half::bf16;
 
-use super::pack::{gather, pair_rows, transpose_rows};
-use super::unit::{Factors, GROUP, ROWS, SIDE, Unit};
+use super::pack::{Line, gather, pair_positions, transpose_places};
+use super::unit::{Factors, GROUP, NOWHERE, ROWS, SECOND, SIDE, Unit};
 use crate::Cpu;
-use crate::conv::problem::ConvProblem;
+use crate::conv::problem::{ConvAxis, ConvProblem};
 use crate::conv::workspace::{LINE, aligned};
 use crate::shared::Shared;
 
-/// Elements of both factors that are written before they are multiplied: they stay in the L2 caches of the threads.
-const BANDS_ELEMENTS: usize = 512 * 1024;
-/// With a large weight, to whose gradient each product is added, as many elements as this for each of its own, up to a limit.
-const BANDS_WEIGHTS: usize = 8;
+/// Elements of both factors that a thread writes before it multiplies them: they stay in its L2 cache.
+const BANDS_ELEMENTS: usize = 256 * 1024;
+/// Elements that all threads write together.
 const LARGE_BANDS_ELEMENTS: usize = 4 * 1024 * 1024;
+
+/// Positions that are multiplied before others, if there are several taps.
+const POSITIONS: usize = 256;
+/// Parts in which threads write a band's factors.
+const PARTS: usize = 4;
+/// Pairs of so many channels or more would fall into few sets of a cache if their number were a multiple of a high power of two.
+const MANY_CHANNELS: usize = 256;
+
+/// The most taps of a task.
+const MOST_TAPS_TOGETHER: usize = 128;
 
 /// Floats from a product's sums to the next ones: of products that lie a power of two apart, the same elements would fall into one set of a
 /// cache.
 const PRODUCT: usize = SIDE * SIDE + LINE;
 
+/// What the taps of an axis read for a band's first output: pixels sorted by their residues modulo the stride.
+struct TapPlaces {
+    /// The residues of the pixels that taps read, from the padded beginning of x on.
+    residues: Vec<usize>,
+    /// For each tap the place of its residue, and the pixel of those of its residue.
+    taps: Vec<[usize; 2]>,
+}
+
+impl TapPlaces {
+    fn new(axis: &ConvAxis) -> TapPlaces {
+        let offset = |tap: usize| tap * axis.dilation;
+        let mut residues: Vec<usize> = (0..axis.kernel).map(|tap| offset(tap) % axis.stride).collect();
+        residues.sort_unstable();
+        residues.dedup();
+        let place = |tap| {
+            let residue = residues.iter().position(|&residue| residue == offset(tap) % axis.stride);
+            [residue.expect("one of those of all taps"), offset(tap) / axis.stride]
+        };
+        TapPlaces { taps: (0..axis.kernel).map(place).collect(), residues }
+    }
+
+    /// Whether taps read pixels of this parity.
+    fn reads(&self, parity: usize) -> bool {
+        self.taps.iter().any(|&[_, pixel]| pixel % 2 == parity)
+    }
+
+    /// The pixels of a residue that are read beyond those of the first tap.
+    fn reach(&self) -> usize {
+        self.taps.iter().map(|&[_, pixel]| pixel).max().unwrap_or(0)
+    }
+}
+
 /// The weight gradient of one problem.
 pub(super) struct WeightSums {
     unit: Unit,
     problem: ConvProblem,
+    rows: TapPlaces,
+    columns: TapPlaces,
+    /// Positions of a row of outputs: an even number.
+    width: usize,
     /// Rows of outputs of a band, and the bands of an image.
     band_rows: usize,
     bands: usize,
+    /// Lengths of the factors of a band.
+    lens: Lens,
+    /// The parts of the batch whose sums are computed apart, each by one thread; or one, whose sums all threads compute.
+    owners: usize,
     /// Bands that are multiplied together.
     together: usize,
-    /// Positions of a row.
-    width: usize,
-    /// Positions of a band: whole terms of the unit.
-    positions: usize,
-    /// The residues of rows of x that taps read, and the rows of each in a band.
-    residues: Vec<usize>,
-    residue_rows: usize,
-    /// Columns of a group that a row of taps reads: [tap][channel], and these rounded up to whole products.
-    columns: usize,
-    padded: usize,
-    /// Pixels of a row of x with what is beyond its ends.
-    line: usize,
-    /// Rows of taps of a task.
-    rows_together: usize,
+    /// Taps of a task.
+    taps_together: usize,
     /// The places of an output channel's sums among the products of a task, in the order of its weights.
     places: Arc<[i32]>,
 }
 
+/// Lengths of the factors of a band, in elements.
+#[derive(Clone, Copy, Default)]
+struct Lens {
+    /// Positions: whole terms of the unit.
+    positions: usize,
+    /// Channels of dy with some that stand for none, and of x.
+    outputs: usize,
+    inputs: usize,
+    /// Of the pairs of one parity of a residue of rows and columns: of all rows, and what is behind them.
+    plane: usize,
+    dy: usize,
+    x: usize,
+}
+
 impl WeightSums {
     pub(super) fn new(problem: &ConvProblem, unit: Unit, cpu: &Cpu) -> Option<WeightSums> {
-        let (height, width) = (&problem.height, &problem.width);
-        let (rows, c) = (height.output(), problem.group_in_channels());
-        let columns = width.kernel.checked_mul(c)?;
-        let padded = columns.checked_next_multiple_of(SIDE)?;
-        let mut residues: Vec<usize> =
-            (0..height.kernel).map(|r| r * height.dilation % height.stride).collect();
-        residues.sort_unstable();
-        residues.dedup();
-        let positions_of_row = width.output().next_multiple_of(2);
-        let line = (positions_of_row - 1).checked_mul(width.stride)?.checked_add(width.kernel_span())?;
-        let sums = WeightSums {
+        let [rows, columns] = [&problem.height, &problem.width].map(TapPlaces::new);
+        // Positions behind a row of outputs read zeros before the next row of x, or after this one.
+        let axis = &problem.width;
+        let pixels = axis.input.checked_add(axis.pad_before)?.div_ceil(axis.stride);
+        let read = axis.output().checked_add(columns.reach())?;
+        let width = read.min(pixels).max(read - (axis.pad_before / axis.stride).min(columns.reach()));
+        let mut sums = WeightSums {
             unit,
             problem: *problem,
-            band_rows: rows,
-            bands: 1,
-            together: 1,
-            width: positions_of_row,
-            positions: 0,
-            residues,
-            residue_rows: 0,
+            rows,
             columns,
-            padded,
-            line,
-            rows_together: 1,
+            width: width.checked_next_multiple_of(2)?,
+            band_rows: problem.height.output(),
+            bands: 1,
+            lens: Lens::default(),
+            owners: 1,
+            together: 1,
+            taps_together: 1,
             places: Arc::new([]),
         };
-        let whole = sums.with_band(rows)?;
-        let parts = whole.band_len()?.div_ceil(BANDS_ELEMENTS).clamp(1, rows);
-        let band = sums.with_band(rows.div_ceil(parts))?;
-        let bands = rows.div_ceil(band.band_rows);
-        let all = bands.checked_mul(problem.batch)?;
-        let elements = (BANDS_WEIGHTS * problem.weight_len()).clamp(BANDS_ELEMENTS, LARGE_BANDS_ELEMENTS);
-        let together = (elements / band.band_len()?).max(cpu.threads()).clamp(1, all);
-        let together = all.div_ceil(all.div_ceil(together));
-        let rows_together = band.rows_of_taps(cpu);
-        let places = band.places(rows_together)?;
-        Some(WeightSums { bands, together, rows_together, places, ..band })
+        let all_rows = problem.height.output();
+        let least = cpu.threads().div_ceil(problem.batch).min(all_rows);
+        let parts = sums.lens_of(all_rows)?.band().div_ceil(BANDS_ELEMENTS).clamp(least, all_rows);
+        sums.band_rows = all_rows.div_ceil(parts);
+        sums.bands = all_rows.div_ceil(sums.band_rows);
+        sums.lens = sums.lens_of(sums.band_rows)?;
+        let all = sums.bands.checked_mul(problem.batch)?;
+        sums.taps_together = sums.taps().min(MOST_TAPS_TOGETHER);
+        let weight = sums.tasks().checked_mul(sums.products_len())?.checked_mul(size_of::<f32>())?;
+        let factors = sums.lens.band().checked_mul(all)?.checked_mul(size_of::<bf16>())?;
+        sums.owners = if 2 * weight <= factors { cpu.threads().min(all) } else { 1 };
+        let elements = match sums.owners == cpu.threads() {
+            true => BANDS_ELEMENTS,
+            false => {
+                sums.taps_together = sums.taps_of_task(cpu);
+                LARGE_BANDS_ELEMENTS
+            }
+        };
+        let each = all.div_ceil(sums.owners);
+        let together = (elements / sums.lens.band()).clamp(1, each);
+        sums.together = each.div_ceil(each.div_ceil(together));
+        sums.places = sums.places()?;
+        Some(sums)
     }
 
-    /// The same gradient, computed in bands of `rows` rows.
-    fn with_band(&self, rows: usize) -> Option<WeightSums> {
-        let height = &self.problem.height;
-        let reach = (rows - 1).checked_mul(height.stride)?.checked_add(height.kernel_span())?;
+    /// The lengths of a band of so many rows of outputs.
+    fn lens_of(&self, rows: usize) -> Option<Lens> {
+        let problem = &self.problem;
         let positions = rows.checked_mul(self.width)?.checked_next_multiple_of(GROUP)?;
-        let residue_rows = reach.div_ceil(height.stride);
-        Some(WeightSums {
-            band_rows: rows,
-            positions,
-            residue_rows,
-            residues: self.residues.clone(),
-            places: self.places.clone(),
-            ..*self
-        })
+        // Products of a group's last channels may read some that stand for no channel.
+        let outputs = problem.out_channels.checked_next_multiple_of(SIDE)?.checked_add(ROWS)?;
+        let inputs = problem.in_channels.checked_next_multiple_of(ROWS)?;
+        let inputs = if inputs < MANY_CHANNELS { inputs } else { (inputs.div_ceil(SIDE) | 1) * SIDE };
+        let lines = rows.checked_add(self.rows.reach())?.checked_mul(self.width)?;
+        // Behind the last row of a plane, taps read zeros, and so do positions and products of the last channels behind the last plane.
+        let behind = self.columns.reach().checked_next_multiple_of(2)?;
+        let plane = lines.checked_add(behind)?.checked_mul(inputs)?;
+        let after = GROUP.checked_mul(inputs)?.checked_add(2 * SIDE)?;
+        let x = plane.checked_mul(self.planes())?.checked_add(after)?.checked_next_multiple_of(2 * LINE)?;
+        let dy = positions.checked_mul(outputs)?;
+        dy.checked_add(x).map(|_| Lens { positions, outputs, inputs, plane, dy, x })
     }
 
-    /// Elements of dy, transposed, and of x in pairs, of a band.
-    fn lens(&self) -> Option<[usize; 2]> {
-        let dy = self.channels()?.checked_mul(self.positions)?;
-        // Rows of taps that begin late read beyond the last row.
-        let rows = self.residues.len().checked_mul(self.residue_rows)?;
-        let positions = rows.checked_mul(self.width)?.checked_add(GROUP)?;
-        let x =
-            positions.checked_mul(self.padded)?.checked_mul(self.problem.groups)?.checked_add(2 * SIDE)?;
-        Some([dy, x.checked_next_multiple_of(2 * LINE)?])
+    /// Residues of rows and columns, each with the parities of pairs.
+    fn planes(&self) -> usize {
+        self.rows.residues.len() * self.columns.residues.len() * self.parities()
     }
 
-    /// Rows of dy, transposed: products of a group's last channels may read some that stand for no channel.
-    fn channels(&self) -> Option<usize> {
-        self.problem.out_channels.checked_next_multiple_of(SIDE)?.checked_add(ROWS)
-    }
-
-    fn band_len(&self) -> Option<usize> {
-        let [dy, x] = self.lens()?;
-        dy.checked_add(x)
-    }
-
-    /// Elements of a row of x with zeros around it, and then zeros for what a position that is no output reads.
-    fn line_len(&self) -> Option<usize> {
-        let line = self.line.checked_mul(self.problem.in_channels)?;
-        line.checked_add(self.columns)?.checked_next_multiple_of(2 * LINE)
+    fn parities(&self) -> usize {
+        if self.columns.reads(1) { 2 } else { 1 }
     }
 
     /// In floats.
-    pub(super) fn workspace_len(&self, cpu: &Cpu) -> Option<usize> {
-        let lines = self.line_len()?.checked_mul(cpu.threads())?;
-        let bands = self.band_len()?.checked_mul(self.together)?;
-        let products = self.products_of_row() * self.rows_together * PRODUCT * cpu.threads();
-        Some(lines.checked_add(bands)? / 2 + products + LINE)
+    pub(super) fn workspace_len(&self) -> Option<usize> {
+        self.owner_len()?.checked_mul(self.owners)?.checked_add(LINE)
     }
 
-    pub(super) fn run(&self, cpu: &Cpu, [x, dy]: [&[bf16]; 2], dweight: &mut [f32], workspace: &mut [f32]) {
-        let len = |len: Option<usize>| len.expect("the plan has found that it fits");
-        let (band_len, line_len) = (len(self.band_len()), len(self.line_len()));
-        let [dy_len, _] = self.lens().expect("the plan has found that they fit");
-        let halves = (self.together * band_len + cpu.threads() * line_len) / 2;
-        let (halves, products) = aligned(workspace).split_at_mut(halves);
-        let halves = bytemuck::cast_slice_mut::<f32, bf16>(halves);
-        let products_len = self.products_of_row() * self.rows_together * PRODUCT;
-        let (bands, lines) = halves.split_at_mut(self.together * band_len);
+    /// Floats of an owner's factors and products.
+    fn owner_len(&self) -> Option<usize> {
+        let bands = self.lens.band().checked_mul(self.together)? / 2;
+        bands.checked_add(self.tasks().checked_mul(self.products_len())?)?.checked_next_multiple_of(LINE)
+    }
+
+    /// Floats of the products of a task.
+    fn products_len(&self) -> usize {
+        self.taps_together.div_ceil(self.taps_of_product()) * PRODUCT
+    }
+
+    /// Blocks of output channels, blocks of input channels, and parts of the taps; of each group.
+    fn blocks(&self) -> [usize; 3] {
+        let problem = &self.problem;
+        let [outputs, inputs] = [problem.group_out_channels(), problem.group_in_channels()];
+        [outputs.div_ceil(SIDE), inputs.div_ceil(SIDE), self.taps().div_ceil(self.taps_together)]
+    }
+
+    /// What products are computed together.
+    fn tasks(&self) -> usize {
+        self.problem.groups * self.blocks().iter().product::<usize>()
+    }
+
+    fn products(&self, task: usize) -> Products<'_> {
+        let [outputs, inputs, parts] = self.blocks();
+        let (place, part) = (task / parts, task % parts * self.taps_together);
+        let (place, input) = (place / inputs, place % inputs * SIDE);
+        let (group, output) = (place / outputs, place % outputs * SIDE);
+        let taps = part..self.taps().min(part + self.taps_together);
+        Products { of: self, group, output, input, taps }
+    }
+
+    pub(super) fn run(&self, cpu: &Cpu, operands: [&[bf16]; 2], dweight: &mut [f32], workspace: &mut [f32]) {
+        let len = self.owner_len().expect("the plan has found that it fits");
+        let halves = self.together * self.lens.band() / 2;
         let all = self.problem.batch * self.bands;
+        let each = all.div_ceil(self.owners);
         let work = self.problem.flops() as usize;
-        for first in (0..all).step_by(self.together) {
-            let count = (all - first).min(self.together);
-            // Elements that are written, as a measure of work.
-            let parts = self.parts(first..first + count, bands, band_len);
-            cpu.for_each_with(
-                band_len * count,
-                lines.chunks_exact_mut(line_len),
-                parts.into_iter(),
-                |line, part| match part {
-                    Part::Dy { band, first, to } => self.transpose(dy, &band, first, to),
-                    Part::X { band, rows, to } => self.pair(x, band, rows, (line, to)),
-                },
-            );
-            let (bands, sums) = (&bands[..count * band_len], Shared::new(&mut *dweight));
-            let [_, c, rows, _] = self.problem.weight_shape();
-            let outputs = self.problem.group_out_channels().div_ceil(SIDE);
-            let inputs = if self.merged() { 1 } else { c.div_ceil(SIDE) };
-            let parts = rows.div_ceil(self.rows_together);
-            let tasks = 0..self.problem.groups * outputs * inputs * parts;
-            cpu.for_each_with(work, products.chunks_exact_mut(products_len), tasks, |memory, task| {
-                let (place, part) = (task / parts, task % parts * self.rows_together);
-                let (place, input) = (place / inputs, place % inputs * SIDE);
-                let (group, output) = (place / outputs, place % outputs * SIDE);
-                let taps = part..rows.min(part + self.rows_together);
-                let products = Products { of: self, group, output, input, taps, bands, band_len, dy_len };
-                products.run(memory, sums, first == 0);
+        let owners = &mut aligned(workspace)[..self.owners * len];
+        let owned = owners.chunks_exact_mut(len).enumerate();
+        let owned =
+            owned.map(|(owner, memory)| ((owner * each).min(all)..((owner + 1) * each).min(all), memory));
+        let accumulate = |(bands, memory): (Range<usize>, &mut [f32]), work: usize| {
+            let (factors, sums) = memory.split_at_mut(halves);
+            self.accumulate((cpu, work), operands, bands, (bytemuck::cast_slice_mut(factors), sums));
+        };
+        match self.owners {
+            // All threads help.
+            1 => owned.for_each(|owned| accumulate(owned, work)),
+            _ => cpu.for_each(work, owned, |owned| accumulate(owned, 0)),
+        }
+        let (owners, gradient) = (&*owners, Shared::new(dweight));
+        cpu.for_each(self.owners * self.problem.weight_len(), 0..self.tasks(), |task| {
+            for (owner, memory) in owners.chunks_exact(len).enumerate() {
+                let sums = &memory[halves + task * self.products_len()..][..self.products_len()];
+                self.products(task).write(sums, gradient, owner == 0);
+            }
+        });
+    }
+
+    /// Computes the sums of some bands. `work` is a measure of it, or 0 for that of one thread.
+    fn accumulate(
+        &self,
+        (cpu, work): (&Cpu, usize),
+        [x, dy]: [&[bf16]; 2],
+        bands: Range<usize>,
+        (factors, sums): (&mut [bf16], &mut [f32]),
+    ) {
+        let band_len = self.lens.band();
+        if bands.is_empty() {
+            sums.fill(0.0);
+        }
+        for first in bands.clone().step_by(self.together) {
+            let count = (bands.end - first).min(self.together);
+            let parts = self.parts(first..first + count, factors);
+            cpu.for_each(work, parts.into_iter(), |part| match part {
+                Part::Dy { band, first, to } => self.transpose(dy, &band, first, to),
+                Part::X { band, plane, first, to } => self.pair(x, &band, plane, first, to),
+            });
+            let factors = &factors[..count * band_len];
+            let segments: &[[usize; 2]] = &(0..count).map(|band| [band * band_len; 2]).collect::<Vec<_>>();
+            let tasks = sums.chunks_exact_mut(self.products_len()).enumerate();
+            cpu.for_each(work, tasks.take(self.tasks()), |(task, sums)| {
+                self.products(task).add(sums, (factors, segments), first > bands.start);
             });
         }
     }
 
-    /// Whether a product has columns of several taps, because each has few.
-    fn merged(&self) -> bool {
-        self.problem.group_in_channels() < SIDE
+    fn taps(&self) -> usize {
+        self.problem.height.kernel * self.problem.width.kernel
     }
 
-    /// See the field. A task of fewer channels or rows of taps has the places of the first ones.
-    fn places(&self, rows: usize) -> Option<Arc<[i32]>> {
-        let (c, taps) = (self.problem.group_in_channels(), self.problem.width.kernel);
-        let (inputs, tap_columns) = if self.merged() { (c, c) } else { (c.min(SIDE), SIDE) };
-        let products = self.products_of_row();
-        i32::try_from((rows * products).checked_mul(PRODUCT)?).ok()?;
-        let place = |input: usize, r: usize, s: usize| {
-            let column = s * tap_columns + input;
-            ((r * products + column / SIDE) * PRODUCT + column % SIDE) as i32
+    /// Taps whose sums are those of one product: with few input channels, two share its columns.
+    fn taps_of_product(&self) -> usize {
+        if self.problem.group_in_channels() <= ROWS { 2 } else { 1 }
+    }
+
+    /// See the field. A task of fewer channels or taps has the places of the first ones.
+    fn places(&self) -> Option<Arc<[i32]>> {
+        i32::try_from(self.products_len()).ok()?;
+        let of_product = self.taps_of_product();
+        let place =
+            |input: usize, tap: usize| (tap / of_product * PRODUCT + tap % of_product * ROWS + input) as i32;
+        let inputs = self.problem.group_in_channels().min(SIDE);
+        Some(
+            (0..inputs).flat_map(|input| (0..self.taps_together).map(move |tap| place(input, tap))).collect(),
+        )
+    }
+
+    /// Taps of a task if all threads compute the same sums: few enough to have work for all.
+    fn taps_of_task(&self, cpu: &Cpu) -> usize {
+        let (tasks, of_product) = (self.tasks(), self.taps_of_product());
+        let products = if tasks < 2 * cpu.threads() {
+            self.taps() / of_product / (4 * cpu.threads())
+        } else {
+            self.taps()
         };
-        let places = (0..inputs).flat_map(|input| (0..rows).map(move |r| (input, r)));
-        Some(places.flat_map(|(input, r)| (0..taps).map(move |s| place(input, r, s))).collect())
-    }
-
-    /// Products of the same input channels for a row of taps.
-    fn products_of_row(&self) -> usize {
-        if self.merged() { self.padded / SIDE } else { self.problem.width.kernel }
-    }
-
-    /// Rows of taps whose products are written to the gradient together: all, but to have work for all threads or if they are very many.
-    fn rows_of_taps(&self, cpu: &Cpu) -> usize {
-        const MOST_PRODUCTS: usize = 128;
-        let problem = &self.problem;
-        let inputs = if self.merged() { 1 } else { problem.group_in_channels().div_ceil(SIDE) };
-        let tasks = problem.groups * problem.group_out_channels().div_ceil(SIDE) * inputs;
-        match tasks < 2 * cpu.threads() {
-            true => 1,
-            false => (MOST_PRODUCTS / self.products_of_row()).clamp(1, problem.height.kernel),
-        }
+        (products.max(1) * of_product).min(self.taps_together)
     }
 
     /// The parts of some bands' factors that a thread writes at a time.
-    fn parts<'a>(&self, bands: Range<usize>, memory: &'a mut [bf16], band_len: usize) -> Vec<Part<'a>> {
-        let [dy_len, _] = self.lens().expect("the plan has found that they fit");
+    fn parts<'a>(&self, bands: Range<usize>, memory: &'a mut [bf16]) -> Vec<Part<'a>> {
         let mut parts = Vec::new();
-        let row = self.width * self.padded * self.problem.groups;
-        for (index, memory) in bands.zip(memory.chunks_exact_mut(band_len)) {
-            let band = self.band(index);
-            let (dy, x) = memory.split_at_mut(dy_len);
-            let groups = self.positions / GROUP;
-            let few = groups.div_ceil(4);
-            let group_len = dy_len / groups;
-            let some = dy.chunks_mut(few * group_len).enumerate();
-            parts.extend(some.map(|(part, to)| Part::Dy { band: band.clone(), first: part * few, to }));
-            // Some rows at a time.
-            let few = self.residue_rows.div_ceil(4);
-            for (residue, rows) in x.chunks_mut(self.residue_rows * row).enumerate() {
-                for (part, to) in rows.chunks_mut(few * row).enumerate() {
-                    parts.push(Part::X { band: band.clone(), rows: (residue, part * few), to });
+        for (index, memory) in bands.zip(memory.chunks_exact_mut(self.lens.band())) {
+            let (image, band) = (index / self.bands, index % self.bands);
+            let start = band * self.band_rows;
+            let rows = start..(start + self.band_rows).min(self.problem.height.output());
+            let band = Band { image, rows };
+            let (dy, x) = memory.split_at_mut(self.lens.dy);
+            let few = (self.lens.positions / GROUP).div_ceil(PARTS);
+            for (part, to) in dy.chunks_mut(few * GROUP * self.lens.outputs).enumerate() {
+                parts.push(Part::Dy { band: band.clone(), first: part * few * GROUP, to });
+            }
+            let lines = self.band_rows + self.rows.reach();
+            let (planes, after) = x.split_at_mut(self.planes() * self.lens.plane);
+            after.fill(bf16::ZERO);
+            for (plane, lines_of) in planes.chunks_exact_mut(self.lens.plane).enumerate() {
+                let (few, line) = (lines.div_ceil(PARTS), self.width * self.lens.inputs);
+                let (lines_of, behind) = lines_of.split_at_mut(lines * line);
+                behind.fill(bf16::ZERO);
+                for (part, to) in lines_of.chunks_mut(few * line).enumerate() {
+                    parts.push(Part::X { band: band.clone(), plane, first: part * few, to });
                 }
             }
         }
         parts
     }
 
-    fn band(&self, index: usize) -> Band {
-        let (image, band) = (index / self.bands, index % self.bands);
-        let first = band * self.band_rows;
-        Band { image, rows: first..(first + self.band_rows).min(self.problem.height.output()) }
-    }
-
-    /// dy of some groups of positions: [group][channel][position], with zeros where there is no output.
+    /// dy at some positions from `first` on: [group][channel][position], with zeros where there is no output.
     fn transpose(&self, dy: &[bf16], band: &Band, first: usize, to: &mut [bf16]) {
         let k = self.problem.out_channels;
         let (outputs, pixels) = (self.problem.height.output(), self.problem.width.output());
-        let [mut row, mut column] = [first * GROUP / self.width, first * GROUP % self.width];
-        let group_len = self.channels().expect("the plan has found that it fits") * GROUP;
-        for to in to.chunks_exact_mut(group_len) {
-            let mut rows: [Option<&[bf16]>; GROUP] = [None; GROUP];
-            for from in &mut rows {
+        let [mut row, mut column] = [first / self.width, first % self.width];
+        for to in to.chunks_exact_mut(self.lens.outputs * GROUP) {
+            let mut places = [NOWHERE; GROUP];
+            for place in &mut places {
                 if row < band.rows.len() && column < pixels {
-                    let pixel = (band.image * outputs + band.rows.start + row) * pixels + column;
-                    *from = Some(&dy[pixel * k..][..k]);
+                    *place = ((band.image * outputs + band.rows.start + row) * pixels + column) * k;
                 }
                 column += 1;
                 if column == self.width {
                     (row, column) = (row + 1, 0);
                 }
             }
-            transpose_rows(&rows, k, to);
+            transpose_places(dy, &places, k, to);
         }
     }
 
-    /// What taps read from some rows of x: [row][position / 2][group][tap, channel][position % 2].
-    fn pair(
-        &self,
-        x: &[bf16],
-        band: Band,
-        (residue, first): (usize, usize),
-        (line, to): (&mut [bf16], &mut [bf16]),
-    ) {
-        let (height, width) = (&self.problem.height, &self.problem.width);
-        let (channels, group_channels) = (self.problem.in_channels, self.problem.group_in_channels());
-        let row_len = self.width * self.padded * self.problem.groups;
-        let Some(&residue) = self.residues.get(residue) else {
-            // Beyond the last row: what is read there is multiplied by zeros, so it must be finite.
-            return to.fill(bf16::ZERO);
-        };
-        for (index, to) in to.chunks_mut(row_len).enumerate() {
-            let position = (band.rows.start + first + index) * height.stride + residue;
-            let row = position.checked_sub(height.pad_before).filter(|&row| row < height.input);
-            let Some(row) = row else {
-                to.fill(bf16::ZERO);
-                continue;
-            };
-            let from =
-                &x[(band.image * height.input + row) * width.input * channels..][..width.input * channels];
-            let reach = self.line * channels;
-            let line = if width.pad_before == 0 && reach <= from.len() && width.output() == self.width {
-                from
-            } else {
-                let start = (width.pad_before * channels).min(reach);
-                let inside = from.len().min(reach - start);
-                line[..start].fill(bf16::ZERO);
-                line[start..start + inside].copy_from_slice(&from[..inside]);
-                line[start + inside..].fill(bf16::ZERO);
-                &*line
-            };
-            for (pair, to) in to.chunks_exact_mut(2 * self.padded * self.problem.groups).enumerate() {
-                for (group, to) in to.chunks_exact_mut(2 * self.padded).enumerate() {
-                    let at = |s: usize| {
-                        let pixels =
-                            [2 * pair, 2 * pair + 1].map(|column| column * width.stride + s * width.dilation);
-                        let [even, odd] = pixels.map(|pixel| pixel * channels + group * group_channels);
-                        let beyond = 2 * pair + 1 == width.output();
-                        [even, if beyond { self.line * channels } else { odd }]
-                    };
-                    if group_channels == channels && width.dilation == 1 {
-                        pair_rows(at(0).map(|at| &line[at..at + self.columns]), to);
-                    } else {
-                        for (s, to) in to.chunks_mut(2 * group_channels).enumerate().take(width.kernel) {
-                            pair_rows(at(s).map(|at| &line[at..at + group_channels]), to);
-                        }
-                    }
-                }
-            }
+    /// Rows of x from `first` on in one plane: [row][pair][channel][pixel of the pair].
+    fn pair(&self, x: &[bf16], band: &Band, plane: usize, first: usize, to: &mut [bf16]) {
+        let (height, width, channels) = (&self.problem.height, &self.problem.width, self.problem.in_channels);
+        let (parity, plane) = (plane % self.parities(), plane / self.parities());
+        let residue = self.columns.residues[plane % self.columns.residues.len()];
+        let row_residue = self.rows.residues[plane / self.columns.residues.len()];
+        // The positions whose pixels lie in a row.
+        let position =
+            |pixel: usize| (pixel + width.pad_before).saturating_sub(residue).div_ceil(width.stride);
+        let inside = position(0).min(self.width)..position(width.input).min(self.width);
+        let pixel = (inside.start * width.stride + residue).saturating_sub(width.pad_before);
+        let line_len = width.input * channels;
+        for (index, to) in to.chunks_exact_mut(self.width * self.lens.inputs).enumerate() {
+            // A band that ends early has fewer rows of outputs; it is written as if it had all.
+            let row = (band.rows.start + first + index) * height.stride + row_residue;
+            let row = row.checked_sub(height.pad_before).filter(|&row| row < height.input);
+            let line = row.map(|row| &x[(band.image * height.input + row) * line_len..][..line_len]);
+            let pixels = line.and_then(|line| line.get(pixel * channels..)).unwrap_or_default();
+            let inside = if pixels.is_empty() { 0..0 } else { inside.clone() };
+            let line = Line { pixels, step: width.stride * channels, inside, count: channels };
+            pair_positions(&line, parity, self.lens.inputs, to);
         }
+    }
+}
+
+impl Lens {
+    /// Elements of both factors of a band.
+    fn band(&self) -> usize {
+        self.x + self.dy
     }
 }
 
@@ -341,99 +396,126 @@ struct Band {
 
 /// A part of a band's factors.
 enum Part<'a> {
-    /// Groups of positions of dy from this one on.
+    /// Positions of dy from this one on.
     Dy { band: Band, first: usize, to: &'a mut [bf16] },
-    /// Rows of x: the place of their residue, and the first of them.
-    X { band: Band, rows: (usize, usize), to: &'a mut [bf16] },
+    /// Rows of a plane of x from this one on.
+    X { band: Band, plane: usize, first: usize, to: &'a mut [bf16] },
 }
 
-/// The products of some output channels of a group with what some rows of taps read of some input channels.
+/// The products of some output channels of a group with some of its input channels, as some taps read them.
 struct Products<'a> {
     of: &'a WeightSums,
     group: usize,
     /// The first of 32 output channels, and of 32 input channels, within the group.
     output: usize,
     input: usize,
-    /// Rows of taps.
+    /// Taps by number: row by row.
     taps: Range<usize>,
-    bands: &'a [bf16],
-    band_len: usize,
-    dy_len: usize,
 }
 
+/// The factors of some bands, and where both of each band begin.
+type Bands<'a> = (&'a [bf16], &'a [[usize; 2]]);
+
 impl Products<'_> {
-    /// Stores the sums of the bands in the gradient, or adds them. `memory` has room for the products.
-    fn run(&self, memory: &mut [f32], gradient: Shared<'_, f32>, stores: bool) {
+    fn outputs(&self) -> usize {
+        (self.of.problem.group_out_channels() - self.output).min(SIDE)
+    }
+
+    fn inputs(&self) -> Range<usize> {
+        self.input..self.of.problem.group_in_channels().min(self.input + SIDE)
+    }
+
+    /// Computes the sums of the bands, or adds them.
+    fn add(&self, sums: &mut [f32], (factors, all_segments): Bands<'_>, mut adds: bool) {
         let of = self.of;
-        let problem = &of.problem;
         // SAFETY: a plan was made because this machine has the unit.
         let ready = unsafe { of.unit.ready() };
-        let [_, c, rows, columns] = problem.weight_shape();
-        let channel = self.group * problem.group_out_channels() + self.output;
-        let channels = (problem.group_out_channels() - self.output).min(SIDE);
-        // The first column of each product, and how many it has.
-        let parts: Vec<[usize; 2]> = match of.merged() {
-            true => {
-                (0..of.columns).step_by(SIDE).map(|first| [first, (of.columns - first).min(SIDE)]).collect()
-            }
-            false => (0..columns).map(|s| [s * c + self.input, (c - self.input).min(SIDE)]).collect(),
+        let (of_product, shape) = (of.taps_of_product(), [self.outputs(), self.inputs().len()]);
+        // What several taps read is read again soon, from the first-level cache.
+        let (positions, bands) = match self.taps.len() > of_product {
+            true => (POSITIONS.min(of.lens.positions), POSITIONS / of.lens.positions),
+            false => (of.lens.positions, all_segments.len()),
         };
-        let taps = self.taps.clone();
-        let all = taps.clone().flat_map(|r| parts.iter().map(move |part| (r, part)));
-        for ((r, &[first, count]), memory) in all.zip(memory.chunks_exact_mut(PRODUCT)) {
-            let factors = self.factors(channel, r, first, channels);
-            let sums = memory.first_chunk_mut().expect("a product has room for its sums");
-            // SAFETY: `factors` has checked what is read.
-            unsafe { ready.multiply(&factors, [channels, count], sums) };
+        for segments in all_segments.chunks(bands.max(1)) {
+            for start in (0..of.lens.positions).step_by(positions) {
+                let part = start..of.lens.positions.min(start + positions);
+                let taps = self.taps.clone().step_by(of_product);
+                for (tap, sums) in taps.zip(sums.chunks_exact_mut(PRODUCT)) {
+                    let taps = [tap, (tap + of_product).min(self.taps.end) - 1];
+                    let (factors, columns) = self.factors(taps, shape, (factors, segments), part.clone());
+                    let sums = sums.first_chunk_mut().expect("a product has room for its sums");
+                    // SAFETY: `factors` has checked what is read.
+                    unsafe { ready.multiply(&factors, [shape[0], columns], (sums, adds)) };
+                }
+                adds = true;
+            }
         }
-        let inputs = self.input..if of.merged() { c } else { c.min(self.input + SIDE) };
-        let run = taps.len() * columns;
-        for row in 0..channels {
-            let start = (channel + row) * c * rows * columns;
-            let sums = &memory[row * SIDE..];
-            if taps.len() == rows {
+    }
+
+    /// Writes sums to the gradient, or adds them to it.
+    fn write(&self, products: &[f32], gradient: Shared<'_, f32>, stores: bool) {
+        let (of, problem, inputs) = (self.of, &self.of.problem, self.inputs());
+        let (c, all_taps, count) = (problem.group_in_channels(), of.taps(), self.taps.len());
+        for row in 0..self.outputs() {
+            let start = (self.group * problem.group_out_channels() + self.output + row) * c * all_taps;
+            let sums = &products[row * SIDE..];
+            if count == all_taps {
                 // SAFETY: these are weights, and no other task has the same channels.
-                let to = unsafe { gradient.part(start + inputs.start * run, inputs.len() * run) };
+                let to = unsafe { gradient.part(start + inputs.start * count, inputs.len() * count) };
                 gather(sums, &of.places, to, stores);
                 continue;
             }
-            for (input, places) in inputs.clone().zip(of.places.chunks_exact(of.rows_together * columns)) {
-                // SAFETY: these are weights, and no other task has the same channels and rows of taps.
-                let to = unsafe { gradient.part(start + (input * rows + taps.start) * columns, run) };
+            for (input, places) in inputs.clone().zip(of.places.chunks_exact(of.taps_together)) {
+                // SAFETY: these are weights, and no other task has the same channels and taps.
+                let to = unsafe { gradient.part(start + input * all_taps + self.taps.start, count) };
                 gather(sums, places, to, stores);
             }
         }
     }
 
-    /// The factors of a product: output channels from `channel` on, and columns from `column` on of what row `r` of taps reads. All that
-    /// they tell can be read, for `channels` rows.
-    fn factors(&self, channel: usize, r: usize, column: usize, channels: usize) -> Factors {
-        let (of, problem) = (self.of, &self.of.problem);
-        let shift = r * problem.height.dilation;
-        let residue = of.residues.iter().position(|&residue| residue == shift % problem.height.stride);
-        let residue = residue.expect("the residues are those of all taps");
-        let row = residue * of.residue_rows + shift / problem.height.stride;
-        let pair_len = 2 * of.padded * problem.groups;
-        let a = channel * GROUP;
-        let a_group = of.channels().expect("the plan has found that it fits") * GROUP;
-        let b = self.dy_len + row * of.width / 2 * pair_len + self.group * 2 * of.padded + 2 * column;
-        let segments = self.bands.len() / self.band_len;
-        let last = (segments - 1) * self.band_len;
-        assert!(
-            a + channels.next_multiple_of(ROWS) * GROUP <= a_group
-                && of.positions / GROUP * a_group <= self.dy_len
-        );
-        assert!(b + last + (of.positions / 2 - 1) * pair_len + 2 * SIDE <= self.bands.len());
-        Factors {
-            a: self.bands[a..].as_ptr(),
-            a_row: GROUP,
-            a_group,
-            b: self.bands[b..].as_ptr(),
-            b_pair: pair_len,
-            terms: of.positions,
-            segments,
-            a_segment: self.band_len,
-            b_segment: self.band_len,
+    /// The factors of the product for one tap, or for two, over some positions of some bands, and its columns. All that they tell can be
+    /// read.
+    fn factors<'b>(
+        &'b self,
+        taps: [usize; 2],
+        [outputs, inputs]: [usize; 2],
+        (bands, segments): Bands<'b>,
+        positions: Range<usize>,
+    ) -> (Factors<'b>, usize) {
+        let (of, lens) = (self.of, &self.of.lens);
+        let output = self.group * of.problem.group_out_channels() + self.output;
+        let input = self.group * of.problem.group_in_channels() + self.input;
+        let start = |tap: usize| {
+            let columns = of.columns.taps.len();
+            let ([row_residue, row], [residue, pixel]) =
+                (of.rows.taps[tap / columns], of.columns.taps[tap % columns]);
+            // With one parity, pairs begin at even pixels.
+            let plane = (row_residue * of.columns.residues.len() + residue) * of.parities() + pixel % 2;
+            let position = row * of.width + pixel / 2 * 2 + positions.start;
+            lens.dy + plane * lens.plane + position * lens.inputs + 2 * input
+        };
+        let a = positions.start * lens.outputs + output * GROUP;
+        let [b, second] = taps.map(start);
+        let (b_second, columns) = match taps[0] == taps[1] {
+            true => (SECOND, inputs),
+            false => (second as isize - b as isize, ROWS + inputs),
+        };
+        let band_len = lens.band();
+        assert!(positions.end <= lens.positions && output + outputs.next_multiple_of(ROWS) <= lens.outputs);
+        for b in [b, b.wrapping_add_signed(b_second)].into_iter().take(columns.div_ceil(ROWS)) {
+            assert!(b + (positions.len() / 2 - 1) * 2 * lens.inputs + 2 * ROWS <= band_len);
         }
+        assert!(segments.iter().all(|segment| segment[0].max(segment[1]) + band_len <= bands.len()));
+        let factors = Factors {
+            a: bands[a..].as_ptr(),
+            a_row: GROUP,
+            a_group: lens.outputs * GROUP,
+            b: bands[b..].as_ptr(),
+            b_pair: 2 * lens.inputs,
+            b_second,
+            terms: positions.len(),
+            segments,
+        };
+        (factors, columns)
     }
 }
