@@ -209,19 +209,15 @@ pub trait Stored: sealed::Sealed + bytemuck::Pod + Default + Debug + Display + S
         <Self::Compute as PieceOf<Self>>::read(on, inputs, body);
     }
 
-    /// Runs `body` on all numbers of an input and of an output of another length, as those that kernels compute with. `body` writes all of
-    /// the output without reading it.
+    /// As [`PieceOf::map`], in the type that kernels compute in.
     #[doc(hidden)]
     fn map_pieces(
         cpu: &Cpu,
         input: &[Self],
         output: &mut [Self],
-        mut body: impl FnMut(&[Self::Compute], &mut [Self::Compute]),
+        body: impl FnMut(&[Self::Compute], &mut [Self::Compute]),
     ) {
-        let (read, written) = (input.len().max(1), output.len().max(1));
-        Self::read_pieces((cpu, read), [input], |_, [input]| {
-            Self::write_pieces((cpu, written), [], output, |_, [], output| body(input, output));
-        });
+        <Self::Compute as PieceOf<Self>>::map(cpu, input, output, body);
     }
 
     /// Converts `from` to f32. Exact, except that f64 values are rounded. Lengths must be equal.
@@ -330,6 +326,14 @@ pub trait PieceOf<S: Stored>: Stored {
 
     /// As [`PieceOf::write`], without an output.
     fn read<const N: usize>(on: (&Cpu, usize), inputs: [&[S]; N], body: impl FnMut(usize, [&[Self]; N]));
+
+    /// Runs `body` on all numbers of an input and of an output of another length. It writes all of the output without reading it.
+    fn map(cpu: &Cpu, input: &[S], output: &mut [S], mut body: impl FnMut(&[Self], &mut [Self])) {
+        let (read, written) = (input.len().max(1), output.len().max(1));
+        Self::read((cpu, read), [input], |_, [input]| {
+            Self::write((cpu, written), [], output, |_, [], output| body(input, output));
+        });
+    }
 }
 
 impl<S: Stored> PieceOf<S> for S {

@@ -19,16 +19,19 @@ const WIDE: usize = 64;
 const BLOCKS: usize = 64;
 /// The minimum of elements in a task.
 const SMALLEST: usize = 1 << 13;
-/// Elements that are computed into a buffer in cache before they are streamed.
-const STAGED: usize = 512;
+/// The same where nothing is summed: longer loops begin less often.
+const WIDEST: usize = 256;
+/// Bytes that are computed into a buffer in cache before they are streamed.
+const STAGED: usize = 2048;
 
 /// A tensor of rows.
 pub(super) struct Rows {
     channels: usize,
     /// Rows in an image.
     spatial: usize,
-    /// Elements in a wide row.
+    /// Elements in a wide row that is summed, and in one that is not.
     width: usize,
+    map_width: usize,
     /// Elements in a task.
     block: usize,
 }
@@ -38,14 +41,15 @@ impl Rows {
         let Extent { batch, channels, spatial, .. } = *extent;
         let rows = batch * spatial;
         let width = channels * WIDE.div_ceil(channels.max(1));
-        let wide_rows = (rows * channels).div_ceil(width.max(1));
-        let per_block = wide_rows.div_ceil(BLOCKS).max(SMALLEST.div_ceil(width.max(1)));
-        Rows { channels, spatial, width, block: (per_block * width).max(1) }
+        let map_width = channels * WIDEST.div_ceil(channels.max(1));
+        let wide_rows = (rows * channels).div_ceil(map_width.max(1));
+        let per_block = wide_rows.div_ceil(BLOCKS).max(SMALLEST.div_ceil(map_width.max(1)));
+        Rows { channels, spatial, width, map_width, block: (per_block * map_width).max(1) }
     }
 
-    /// How often a wide row holds each channel.
-    fn times(&self) -> usize {
-        self.width / self.channels.max(1)
+    /// How often a wide row of this width holds each channel.
+    fn times(&self, width: usize) -> usize {
+        width / self.channels.max(1)
     }
 
     /// Merges the moments of each part of `x` into `totals`.
@@ -77,7 +81,8 @@ impl Rows {
         c: Coefficients<S::Compute>,
         totals: &mut Totals,
     ) {
-        let (means, c) = (AlignedVec::repeat(means, self.times()), c.repeated(self.times()));
+        let times = self.times(self.width);
+        let (means, c) = (AlignedVec::repeat(means, times), c.repeated(times));
         self.reduce(cpu, parts, x, totals, |start, x, [g, g_centered]| {
             let dy = &dy[start..][..x.len()];
             scratch::with(2 * self.width, |sums| {
@@ -123,8 +128,8 @@ impl Rows {
         c: Coefficients<S::Compute>,
         y: &mut [S],
     ) {
-        let c = c.repeated(self.times());
-        let on = (cpu, self.width);
+        let c = c.repeated(self.times(self.map_width));
+        let on = (cpu, self.map_width);
         self.each(cpu, x.is_some(), y, |start, y| {
             with_activation!(c.activation, act => match x {
                 Some(both) => {
@@ -143,8 +148,8 @@ impl Rows {
         c: Coefficients<S::Compute>,
         dx: &mut [S],
     ) {
-        let c = c.repeated(self.times());
-        let on = (cpu, self.width);
+        let c = c.repeated(self.times(self.map_width));
+        let on = (cpu, self.map_width);
         self.each(cpu, x.is_some(), dx, |start, dx| {
             let dy = &dy[start..][..dx.len()];
             with_activation!(c.activation, act => match x {
@@ -174,7 +179,7 @@ impl Rows {
             if !streams {
                 return task(start, out);
             }
-            let piece = self.width * (STAGED / self.width).max(1);
+            let piece = self.map_width * (STAGED / size_of::<S>() / self.map_width).max(1);
             let mut staged = AlignedVec::filled(piece.min(out.len()), S::default());
             let streaming = Streaming::begin();
             for (index, out) in out.chunks_mut(piece).enumerate() {

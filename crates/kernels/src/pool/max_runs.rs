@@ -1,8 +1,11 @@
 //! Max pooling by runs: the kernels go over y, or dx, once for every window element.
 
+use num_traits::{Float, Zero};
+
 use super::runs::{span, strided};
 use super::{PoolProblem, WindowIndex};
 use crate::conv::ConvAxis;
+use crate::element::PieceOf;
 use crate::isa::multiversion;
 use crate::{Cpu, Element, Stored};
 
@@ -48,8 +51,8 @@ pub(super) fn forward<S: Stored, I: WindowIndex>(
                 for (indices, &tap) in indices.chunks_mut(lanes).zip(&first_taps) {
                     indices.fill(tap);
                 }
-                S::map_pieces(cpu, x, y, |x, y| {
-                    y.fill(S::Compute::of(f64::NEG_INFINITY));
+                S::Piece::map(cpu, x, y, |x, y| {
+                    y.fill(S::Piece::of(f64::NEG_INFINITY));
                     problem.each_run(|run| {
                         let (x, range) = (&x[run.input * lanes..], run.outputs(lanes));
                         let (y, indices) = (&mut y[range.clone()], &mut indices[range]);
@@ -59,8 +62,8 @@ pub(super) fn forward<S: Stored, I: WindowIndex>(
             });
         }
         None => cpu.for_each(x.len(), x.chunks(input).zip(y.chunks_mut(output)), |(x, y)| {
-            S::map_pieces(cpu, x, y, |x, y| {
-                y.fill(S::Compute::of(f64::NEG_INFINITY));
+            S::Piece::map(cpu, x, y, |x, y| {
+                y.fill(S::Piece::of(f64::NEG_INFINITY));
                 problem.each_run(|run| {
                     max_only(cpu, stride, lanes, &x[run.input * lanes..], &mut y[run.outputs(lanes)]);
                 });
@@ -81,35 +84,43 @@ pub(super) fn backward<S: Stored, I: WindowIndex>(
     let [covered, disjoint] = problem.windows();
     let items = dx.chunks_mut(input).zip(dy.chunks(output)).zip(indices.chunks(output));
     cpu.for_each(work, items, |((dx, dy), indices)| {
-        S::map_pieces(cpu, dy, dx, |dy, dx| {
-            if !(covered && disjoint) {
-                dx.fill(S::Compute::default());
-            }
-            problem.each_run(|run| {
-                let range = run.outputs(lanes);
-                let (tap, dy, indices) = (I::store(run.tap), &dy[range.clone()], &indices[range]);
-                let dx = &mut dx[run.input * lanes..];
-                match disjoint {
-                    true => write_where_taken(cpu, stride, lanes, tap, dy, indices, dx),
-                    false => add_where_taken(cpu, stride, lanes, tap, dy, indices, dx),
+        // Sums of several outputs are rounded once.
+        match disjoint {
+            true => S::Piece::map(cpu, dy, dx, |dy, dx| {
+                if !covered {
+                    dx.fill(S::Piece::default());
                 }
-            });
-        });
+                problem.each_run(|run| {
+                    let range = run.outputs(lanes);
+                    let (tap, dy, indices) = (I::store(run.tap), &dy[range.clone()], &indices[range]);
+                    write_where_taken(cpu, stride, lanes, tap, dy, indices, &mut dx[run.input * lanes..]);
+                });
+            }),
+            false => S::map_pieces(cpu, dy, dx, |dy, dx| {
+                dx.fill(S::Compute::default());
+                problem.each_run(|run| {
+                    let range = run.outputs(lanes);
+                    let (tap, dy, indices) = (I::store(run.tap), &dy[range.clone()], &indices[range]);
+                    add_where_taken(cpu, stride, lanes, tap, dy, indices, &mut dx[run.input * lanes..]);
+                });
+            }),
+        }
     });
 }
 
 multiversion! {
-    fn max_only<T: Element>(stride: usize, lanes: usize, x: &[T], y: &mut [T]) {
+    fn max_only<S: Stored>(stride: usize, lanes: usize, x: &[S], y: &mut [S]) {
         let x = &x[..span(stride, lanes, y.len())];
         strided(stride, lanes, y.len(), |to, from| {
             // SAFETY: `strided` visits places below y's length, and below `span`, x's length.
             let (y, value) = unsafe { (y.get_unchecked_mut(to), *x.get_unchecked(from)) };
-            *y = if (value > *y) | value.is_nan() { value } else { *y };
+            let wide = value.wide();
+            *y = if (wide > y.wide()) | wide.is_nan() { value } else { *y };
         });
     }
 
-    fn max_with_index<T: Element, I: WindowIndex>(
-        stride: usize, lanes: usize, tap: I, x: &[T], y: &mut [T], indices: &mut [I],
+    fn max_with_index<S: Stored, I: WindowIndex>(
+        stride: usize, lanes: usize, tap: I, x: &[S], y: &mut [S], indices: &mut [I],
     ) {
         let x = &x[..span(stride, lanes, y.len())];
         let indices = &mut indices[..y.len()];
@@ -118,14 +129,15 @@ multiversion! {
             // length.
             let (y, index, value) =
                 unsafe { (y.get_unchecked_mut(to), indices.get_unchecked_mut(to), *x.get_unchecked(from)) };
-            let larger = (value > *y) | value.is_nan();
+            let wide = value.wide();
+            let larger = (wide > y.wide()) | wide.is_nan();
             *y = if larger { value } else { *y };
             *index = if larger { tap } else { *index };
         });
     }
 
-    fn write_where_taken<T: Element, I: WindowIndex>(
-        stride: usize, lanes: usize, tap: I, dy: &[T], indices: &[I], dx: &mut [T],
+    fn write_where_taken<S: Stored, I: WindowIndex>(
+        stride: usize, lanes: usize, tap: I, dy: &[S], indices: &[I], dx: &mut [S],
     ) {
         let dx = &mut dx[..span(stride, lanes, dy.len())];
         let indices = &indices[..dy.len()];
@@ -135,7 +147,8 @@ multiversion! {
             let (dy, index, dx) =
                 unsafe { (*dy.get_unchecked(to), *indices.get_unchecked(to), dx.get_unchecked_mut(from)) };
             // Adding to 0 gives the same bits as a sum: -0 becomes 0.
-            *dx = T::zero() + if index == tap { dy } else { T::zero() };
+            let zero = S::Compute::zero();
+            *dx = S::nearest(zero + if index == tap { dy.wide() } else { zero });
         });
     }
 

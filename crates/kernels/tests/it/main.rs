@@ -8,6 +8,7 @@ mod batch_norm_errors;
 mod batch_norm_fold;
 mod batch_norm_golden;
 mod batch_norm_parts;
+mod bf16;
 mod block;
 mod common;
 mod concat;

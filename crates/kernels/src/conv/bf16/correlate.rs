@@ -306,7 +306,9 @@ fn lattice(
         lines: None,
         task_pixels,
     };
-    if taps == 1 || problem.groups > 1 || pixels == 0 {
+    // Of one tap with a stride, lines would have pixels that nobody reads.
+    let skips = taps == 1 && gathered.columns.source_step > 1;
+    if in_place || skips || problem.groups > 1 || pixels == 0 {
         return Some(gathered);
     }
     let of_segment = if adjacent { gathered.columns.taps.len() } else { 1 };

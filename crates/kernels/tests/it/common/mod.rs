@@ -142,7 +142,7 @@ impl ConvCase {
     }
 
     /// As [`ConvCase::run`], of x and dy that are stored in 16 bits.
-    fn run_stored<H: Stored<Compute = f32>>(
+    pub(crate) fn run_stored<H: Stored<Compute = f32>>(
         &self,
         algorithm: &dyn ConvAlgorithm,
         pass: Pass,
