@@ -14,7 +14,7 @@ own: it does some steps on noise that it holds in memory, of which the median co
     checkpointed    kept, with torch.utils.checkpoint around each block
     bf16            kept, forward under autocast to bf16; bf16-compiled: through torch.compile, too
 
-and convoke its separate layers, its fused blocks, and these within --budget bytes (mnist-cnn: 650MB). JAX runs once a model, with
+and convoke its separate layers, its fused blocks, these in bf16, and within --budget bytes (mnist-cnn: 650MB). JAX runs once a model, with
 --peer other programs. Convoke's time includes making batches from bytes; the images of the others are ready. Ratios are a
 contender's time / that of the best peer in f32, and of the best of all peers: below 1 is faster. "first" is the first step of the
 first process, with compilation; for convoke with nothing measured before. "memory" is the most that the process had resident.
@@ -24,6 +24,7 @@ Needs Python 3.9 with torch, jax (or --skip jax) and a C++ compiler for torch.co
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -77,10 +78,13 @@ def compare(model, batch, args):
         f"PyTorch, {how}": lambda how=how: pytorch(model, batch, how, args) for how in PYTORCH if how not in skipped
     }
     budget = args.budget or BUDGETS.get(model)
-    ours = {"separate": ["--conv-bn", "separate"], "fused": []} | (
-        {f"fused, {budget}": ["--memory-budget", budget]} if budget else {}
-    )
-    contenders |= {f"convoke, {how}": lambda flags=flags: convoke(model, batch, flags, args) for how, flags in ours.items()}
+    ours = {"separate": ["--conv-bn", "separate"], "fused": [], "fused, bf16": ["--precision", "bf16"]}
+    ours |= {f"fused, {budget}": ["--memory-budget", budget]} if budget else {}
+    contenders |= {
+        f"convoke, {how}": lambda flags=flags: convoke(model, batch, flags, args)
+        for how, flags in ours.items()
+        if how not in skipped
+    }
     runs = {name: [] for name in contenders}
     show = lambda text: print(f"{model}: {text}          ", end="\r", file=sys.stderr, flush=True)
     show("first run of convoke")
@@ -138,8 +142,9 @@ def convoke(model, batch, flags, args, steps=None):
 def table(result, markdown):
     rows = result["contenders"]
     peers = {name: row["seconds"] for name, row in rows.items() if not name.startswith("convoke")}
-    best = min(peers.values())
-    best_f32 = min(seconds for name, seconds in peers.items() if "bf16" not in name)
+    # NaN if all are skipped.
+    best = min(peers.values(), default=math.nan)
+    best_f32 = min((seconds for name, seconds in peers.items() if "bf16" not in name), default=math.nan)
     title = f"{result['model']}, batch {result['batch']}, {result['threads']} threads; {result['machine']}"
     header = ["", "step", "/ best f32", "/ best peer", "first step", "memory"]
     cells = [

@@ -217,11 +217,11 @@ kernels! {
     ///
     /// # Errors
     /// If a length is not the problem's.
-    pub fn resize<T: Element>(cpu: &Cpu, problem: &ResizeProblem; x: &[T]; y: &mut [T]) -> Result<()> {
+    pub fn resize<S: Stored>(cpu: &Cpu, problem: &ResizeProblem; x: &[S]; y: &mut [S]) -> Result<()> {
         span!("resize", x, y);
         problem.input_extent().check("resize", &[("x", x.len())])?;
         problem.output_extent().check("resize", &[("y", y.len())])?;
-        separable::mix(cpu, problem.sizes(), &problem.reads::<T>(), x, y);
+        separable::mix(cpu, problem.sizes(), &problem.reads::<S::Compute>(), x, y);
         Ok(())
     }
 
@@ -229,12 +229,12 @@ kernels! {
     ///
     /// # Errors
     /// As [`resize`].
-    pub fn resize_backward<T: Element>(cpu: &Cpu, problem: &ResizeProblem; dy: &[T]; dx: &mut [T]) -> Result<()> {
+    pub fn resize_backward<S: Stored>(cpu: &Cpu, problem: &ResizeProblem; dy: &[S]; dx: &mut [S]) -> Result<()> {
         span!("resize backward", dy, dx);
         problem.input_extent().check("resize backward", &[("dx", dx.len())])?;
         problem.output_extent().check("resize backward", &[("dy", dy.len())])?;
         let sizes = problem.sizes().transposed();
-        let [rows, columns] = problem.reads::<T>();
+        let [rows, columns] = problem.reads::<S::Compute>();
         let lists = [Lists::of_readers(&rows, sizes.to[0]), Lists::of_readers(&columns, sizes.to[1])];
         separable::sum(cpu, sizes, &lists, dy, dx);
         Ok(())

@@ -3,8 +3,10 @@
 //! A row of outputs is a weighted sum of rows of inputs, which is then gathered along the width. Gradients gather too, from the
 //! transposed lists, instead of scattering: so no two tasks write the same place, and no sum depends on the number of threads.
 
+use num_traits::Zero;
+
 use crate::isa::multiversion;
-use crate::{Cpu, Element, MemoryFormat};
+use crate::{Cpu, Element, MemoryFormat, Stored};
 
 /// The sizes of a map from planes (or, with more than one lane, images) to planes.
 #[derive(Clone, Copy)]
@@ -110,49 +112,58 @@ impl<T: Element> Lists<T> {
 const TASK: usize = 1 << 14;
 
 /// y from x, where each output mixes at most two inputs along each axis: `[rows, columns]`.
-pub(crate) fn mix<T: Element>(
+pub(crate) fn mix<S: Stored>(
     cpu: &Cpu,
     sizes: Sizes,
-    [rows, columns]: &[Vec<Read<T>>; 2],
-    x: &[T],
-    y: &mut [T],
+    [rows, columns]: &[Vec<Read<S::Compute>>; 2],
+    x: &[S],
+    y: &mut [S],
 ) {
     let ((x_row, plane), y_row) = (sizes.read(), sizes.written_row());
     let at_once = TASK.div_ceil(y_row);
     cpu.for_each(y.len(), y.chunks_mut(at_once * y_row).enumerate(), |(task, y)| {
-        let mut mixed = vec![T::zero(); x_row];
+        let mut mixed = vec![S::Compute::zero(); x_row];
         for (row, y) in (task * at_once..).zip(y.chunks_mut(y_row)) {
             let read = &rows[row % rows.len()];
             let x = &x[row / rows.len() * plane + read.place * x_row..];
-            let x = match read.is_copy() {
-                true => &x[..x_row],
-                false => {
-                    mix_rows(cpu, read.weights, &x[..x_row], &x[x_row..2 * x_row], &mut mixed);
-                    &mixed
-                }
+            let stretched = |x: &[S::Compute], y: &mut [S]| {
+                S::write_pieces((cpu, y_row), [], y, |_, [], y| stretch(cpu, sizes.lanes, columns, x, y));
             };
-            stretch(cpu, sizes.lanes, columns, x, y);
+            if read.is_copy() {
+                S::read_pieces((cpu, x_row), [&x[..x_row]], |_, [x]| stretched(x, y));
+                continue;
+            }
+            let both = [&x[..x_row], &x[x_row..2 * x_row]];
+            S::read_pieces((cpu, x_row), both, |_, [a, b]| mix_rows(cpu, read.weights, a, b, &mut mixed));
+            stretched(&mixed, y);
         }
     });
 }
 
 /// y from x, where each output sums up what is listed along each axis: `[rows, columns]`. An empty list gives 0.
-pub(crate) fn sum<T: Element>(
+pub(crate) fn sum<S: Stored>(
     cpu: &Cpu,
     sizes: Sizes,
-    [rows, columns]: &[Lists<T>; 2],
-    x: &[T],
-    y: &mut [T],
+    [rows, columns]: &[Lists<S::Compute>; 2],
+    x: &[S],
+    y: &mut [S],
 ) {
     let ((x_row, plane), y_row) = (sizes.read(), sizes.written_row());
     // A row of outputs reads its share of a plane, or writes more than that.
     let at_once = TASK.div_ceil((plane / sizes.to[0]).max(y_row).max(1));
     cpu.for_each(x.len().max(y.len()), y.chunks_mut(at_once * y_row).enumerate(), |(task, y)| {
-        let mut sums = vec![T::zero(); x_row];
+        let mut sums = vec![S::Compute::zero(); x_row];
         for (row, y) in (task * at_once..).zip(y.chunks_mut(y_row)) {
             let x = &x[row / sizes.to[0] * plane..][..plane];
-            add_up(cpu, x_row, rows.of(row % sizes.to[0]), x, &mut sums);
-            gather(cpu, sizes.lanes, columns, &sums, y);
+            // The rows from the first to the last that are listed.
+            let list = rows.of(row % sizes.to[0]);
+            let (first, end) = (list.first().map_or(0, |row| row.0), list.last().map_or(0, |row| row.0 + 1));
+            let read = &x[first * x_row..end * x_row];
+            sums.fill(S::Compute::zero());
+            S::read_pieces((cpu, read.len().max(1)), [read], |_, [x]| {
+                add_up(cpu, x_row, (list, first), x, &mut sums);
+            });
+            S::write_pieces((cpu, y_row), [], y, |_, [], y| gather(cpu, sizes.lanes, columns, &sums, y));
         }
     });
 }
@@ -182,15 +193,15 @@ multiversion! {
         }
     }
 
-    /// The weighted sum of the rows of `from` that are listed.
-    fn add_up<T: Element>(row: usize, list: &[(usize, T)], from: &[T], sums: &mut [T]) {
+    /// The weighted sum of the rows of `from` that are listed, the first of which has this index.
+    fn add_up<T: Element>(row: usize, list: (&[(usize, T)], usize), from: &[T], sums: &mut [T]) {
         add_up_pixels(row, list, from, sums);
     }
 
     /// Computes a row of outputs from a sum of rows.
     fn gather<T: Element>(lanes: usize, lists: &Lists<T>, from: &[T], to: &mut [T]) {
         for (output, to) in to.chunks_exact_mut(lanes).enumerate() {
-            add_up_pixels(lanes, lists.of(output), from, to);
+            add_up_pixels(lanes, (lists.of(output), 0), from, to);
         }
     }
 }
@@ -202,15 +213,15 @@ fn mix_pixel<T: Element>(weights: [T; 2], first: &[T], second: &[T], out: &mut [
     }
 }
 
-/// `sums` = the weighted sum of the pixels (or rows) of `len` numbers in `from` that are listed, in order. It adds two at a
-/// time, because every addition reads and writes `sums` in memory.
+/// `sums` = the weighted sum of the pixels (or rows) of `len` numbers in `from` that are listed, in order. `from` begins at pixel `start`.
+/// It adds two at a time, because every addition reads and writes `sums` in memory.
 #[inline(always)]
-fn add_up_pixels<T: Element>(len: usize, list: &[(usize, T)], from: &[T], sums: &mut [T]) {
+fn add_up_pixels<T: Element>(len: usize, (list, start): (&[(usize, T)], usize), from: &[T], sums: &mut [T]) {
     let sums = &mut sums[..len];
     if list.is_empty() {
         return sums.fill(T::zero());
     }
-    let pixel = |at: usize| &from[at * len..][..len];
+    let pixel = |at: usize| &from[(at - start) * len..][..len];
     let (pairs, last) = list.as_chunks::<2>();
     for (index, &[(a, first), (b, second)]) in pairs.iter().enumerate() {
         let values = pixel(a).iter().zip(pixel(b));

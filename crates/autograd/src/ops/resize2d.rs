@@ -7,7 +7,7 @@ use convoke_kernels::resize::{
 use super::four_dimensions;
 use crate::error::refused;
 use crate::planes::{OfPlanes, PlaneMap};
-use crate::{Cpu, Operation, Result, Tensor, apply};
+use crate::{Cpu, DType, Operation, Result, Tensor, apply};
 use convoke_kernels::{Slice, SliceMut};
 
 /// The size that a resize gives, height before width.
@@ -98,6 +98,10 @@ impl PlaneMap for Resize {
 
     fn describe(&self) -> Operation {
         Operation::Resize(self.options)
+    }
+
+    fn takes(&self, _: DType) -> bool {
+        true
     }
 
     fn output_shape(&self) -> [usize; 4] {

@@ -42,9 +42,13 @@ fn bound(operation: &Operation, case: &Case, output: bool) -> Option<Bound> {
     Some(match operation.name {
         // What follows the convolution reads its output rounded: `fused.rs` and `keep.rs` compare with the operations one by one.
         "conv_bn2d" | "conv_bn_block2d" => return None,
-        // The bias is added to the rounded sums of products.
+        // The bias is added to the rounded sums of products, and units that multiply bf16 round weights.
         "conv1d" | "conv2d" | "conv_transpose2d" if !own => Bound::Times(2.0),
-        "conv1d" | "conv2d" | "conv3d" | "conv_transpose2d" | "conv_transpose3d" | "matmul" if own => {
+        // Of two outputs, both may be small beside the products that they are sums of.
+        "linear" if !own => Bound::OfOne(2.0),
+        "conv1d" | "conv2d" | "conv3d" | "conv_transpose2d" | "conv_transpose3d" | "linear" | "matmul"
+            if own =>
+        {
             Bound::Times(4.0)
         }
         // The product is scaled, and c is added.

@@ -104,14 +104,14 @@ kernels! {
     ///
     /// # Errors
     /// If a length is not the problem's.
-    pub fn adaptive_average_pool<T: Element>(cpu: &Cpu, problem: &AdaptivePool; x: &[T]; y: &mut [T]) -> Result<()> {
+    pub fn adaptive_average_pool<S: Stored>(cpu: &Cpu, problem: &AdaptivePool; x: &[S]; y: &mut [S]) -> Result<()> {
         if problem.is_global() {
             return global_average_pool(cpu, &problem.input_extent(), x.into(), y.into());
         }
         crate::profile::span!("adaptive average pooling", x, y);
         problem.input_extent().check("adaptive average pooling", &[("x", x.len())])?;
         problem.output_extent().check("adaptive average pooling", &[("y", y.len())])?;
-        separable::sum(cpu, problem.sizes(), &problem.shares::<T>(), x, y);
+        separable::sum(cpu, problem.sizes(), &problem.shares::<S::Compute>(), x, y);
         Ok(())
     }
 
@@ -119,14 +119,14 @@ kernels! {
     ///
     /// # Errors
     /// As [`adaptive_average_pool`].
-    pub fn adaptive_average_pool_backward<T: Element>(cpu: &Cpu, problem: &AdaptivePool; dy: &[T]; dx: &mut [T]) -> Result<()> {
+    pub fn adaptive_average_pool_backward<S: Stored>(cpu: &Cpu, problem: &AdaptivePool; dy: &[S]; dx: &mut [S]) -> Result<()> {
         if problem.is_global() {
             return global_average_pool_backward(cpu, &problem.input_extent(), dy.into(), dx.into());
         }
         crate::profile::span!("adaptive average pooling backward", dy, dx);
         problem.input_extent().check("adaptive average pooling backward", &[("dx", dx.len())])?;
         problem.output_extent().check("adaptive average pooling backward", &[("dy", dy.len())])?;
-        let [rows, columns] = problem.shares::<T>();
+        let [rows, columns] = problem.shares::<S::Compute>();
         let lists = [rows.transposed(problem.input[0]), columns.transposed(problem.input[1])];
         separable::sum(cpu, problem.sizes().transposed(), &lists, dy, dx);
         Ok(())

@@ -13,9 +13,12 @@ use convoke_kernels::pointwise::{
     Pointwise, Saves, pointwise, pointwise_backward, pointwise_backward_in_place,
 };
 use convoke_kernels::pool::{
-    AdaptivePool, Divisor, PoolAxis, PoolProblem, adaptive_max_pool, adaptive_max_pool_backward,
-    average_pool, average_pool_backward, global_average_pool, global_average_pool_backward,
-    max_pool_algorithms,
+    AdaptivePool, Divisor, PoolAxis, PoolProblem, adaptive_average_pool, adaptive_average_pool_backward,
+    adaptive_max_pool, adaptive_max_pool_backward, average_pool, average_pool_backward, global_average_pool,
+    global_average_pool_backward, max_pool_algorithms,
+};
+use convoke_kernels::resize::{
+    Coordinates, ResizeAxis, ResizeMode, ResizeProblem, ResizeSpec, Rounding, resize, resize_backward,
 };
 use convoke_kernels::strided::{Axis, Fold, Map, Reduction, Walk};
 use convoke_kernels::{Cpu, MemoryFormat, Slice, SliceMut, Stored, bf16, f16};
@@ -197,6 +200,30 @@ fn check_windows<H: Stored>(cpu: &Cpu, format: MemoryFormat) -> Vec<(String, Res
             adaptive_max_pool_backward(cpu, &problem, &places, dy.of(which), dx).unwrap();
         });
         results.push(("adaptive max backward".into(), dx.check(cpu)));
+        y = Both::<H>::unread(outputs);
+        y.change(|which, y| adaptive_average_pool(cpu, &problem, x.of(which), y).unwrap());
+        results.push((format!("adaptive average to {output:?}"), y.check(cpu)));
+        dx = Both::<H>::unread(inputs);
+        dx.change(|which, dx| adaptive_average_pool_backward(cpu, &problem, dy.of(which), dx).unwrap());
+        results.push((format!("adaptive average backward of {output:?}"), dx.check(cpu)));
+    }
+    for (mode, to) in [
+        (ResizeMode::Bilinear, [14, 5]),
+        (ResizeMode::Bilinear, [3, 20]),
+        (ResizeMode::Nearest(Rounding::Floor), [15, 4]),
+    ] {
+        let axes = [ResizeAxis::to_size(7, to[0]), ResizeAxis::to_size(9, to[1])];
+        let coordinates = Coordinates::HalfPixel;
+        let problem =
+            ResizeProblem::new(ResizeSpec { batch: 3, channels: 18, axes, mode, coordinates, format });
+        let (problem, outputs) = (problem.unwrap(), 3 * 18 * to[0] * to[1]);
+        let (x, dy) = (Both::<H>::normal(1, 3 * 18 * 63), Both::<H>::normal(2, outputs));
+        let mut y = Both::<H>::unread(outputs);
+        y.change(|which, y| resize(cpu, &problem, x.of(which), y).unwrap());
+        results.push((format!("resize to {to:?}"), y.check(cpu)));
+        let mut dx = Both::<H>::unread(x.half.len());
+        dx.change(|which, dx| resize_backward(cpu, &problem, dy.of(which), dx).unwrap());
+        results.push((format!("resize backward of {to:?}"), dx.check(cpu)));
     }
     for spatial in [1, 50, 5000] {
         let extent = Extent { batch: 5, channels: 40, spatial, format };

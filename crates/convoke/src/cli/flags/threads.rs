@@ -1,8 +1,8 @@
-//! `--threads`: how many threads kernels get.
+//! `--threads`: how many threads kernels get. `CONVOKE_ISA`: the instruction set that they use, for comparisons.
 
-use crate::Cpu;
 use crate::cli::console::Console;
-use crate::cli::failure::Result;
+use crate::cli::failure::{Failure, Result};
+use crate::{Cpu, Isa};
 
 /// Warns if kernels will have more threads than there are processors for them, in `ranks` ranks of this process.
 pub(crate) fn warn(console: &Console, threads: Option<u16>, ranks: usize) {
@@ -35,12 +35,33 @@ fn too_many(threads: Option<usize>, ranks: usize, processors: usize) -> Option<S
 /// A rank's share of `--threads`, or of all of this machine's threads if the flag is not given.
 pub(crate) fn cpu(threads: Option<u16>, ranks: usize) -> Result<Cpu> {
     let all = || std::thread::available_parallelism().map_or(1, |count| count.get().min(1024));
-    Ok(Cpu::new((threads.map_or_else(all, usize::from) / ranks).max(1))?)
+    let cpu = Cpu::new((threads.map_or_else(all, usize::from) / ranks).max(1))?;
+    match std::env::var("CONVOKE_ISA") {
+        Ok(name) if !name.is_empty() => Ok(cpu.with_isa(isa(&name)?)?),
+        _ => Ok(cpu),
+    }
+}
+
+/// The instruction set of a name, in whatever case and with or without its dash.
+fn isa(name: &str) -> Result<Isa> {
+    let plain = |name: &str| name.replace('-', "").to_lowercase();
+    Isa::ALL.into_iter().find(|isa| plain(&isa.to_string()) == plain(name)).ok_or_else(|| {
+        let all = Isa::ALL.map(|isa| plain(&isa.to_string())).join(", ");
+        Failure::Usage(format!("CONVOKE_ISA is {name:?}: it is one of {all}"))
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn instruction_sets_have_names() {
+        for (name, expected) in [("avx2", Isa::AVX2), ("AVX-512", Isa::AVX512), ("portable", Isa::PORTABLE)] {
+            assert_eq!(isa(name).unwrap_or_else(|_| panic!("{name} is a name")), expected);
+        }
+        assert!(isa("avx3").is_err());
+    }
 
     #[test]
     fn threads_beyond_the_processors_are_told() {

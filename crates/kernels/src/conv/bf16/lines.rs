@@ -4,10 +4,14 @@
 //! source. The next target pixel's begin a step further on. At the end of a line follow some pixels that are no target's; their sums are
 //! dropped. Then comes the next line, so that a product has rows of several.
 
+use std::ops::Range;
+
 use half::bf16;
 
 use super::correlate::{Lattice, Tensor};
-use super::unit::ROWS;
+use super::unit::{NOWHERE, ROWS, SIDE};
+use crate::Cpu;
+use crate::conv::workspace::LINE;
 use crate::isa::multiversion;
 
 /// How a lattice's tasks copy lines.
@@ -111,12 +115,12 @@ impl Lines {
         let segments = self.segments(lattice, rows);
         let segment = segments.iter().map(|&[a, _]| a).max()?;
         let read = last.checked_add(segment)?.checked_add(lattice.segment.padded)?;
-        copied.max(read).checked_next_multiple_of(2 * crate::conv::workspace::LINE)
+        copied.max(read).checked_next_multiple_of(2 * LINE)
     }
 
     /// Where the segments of both factors begin.
     pub(super) fn segments(&self, lattice: &Lattice, rows: usize) -> Vec<[usize; 2]> {
-        let panel = lattice.segment.padded * super::unit::SIDE;
+        let panel = lattice.segment.padded * SIDE;
         let pixel = self.step / lattice.columns.source_step;
         let columns = lattice.columns.taps.iter().step_by(lattice.segment.taps);
         let firsts: Vec<isize> = columns.map(|tap| tap.offset * pixel as isize).collect();
@@ -128,11 +132,7 @@ impl Lines {
     }
 
     /// The pixels of each task, by number.
-    pub(super) fn tasks(
-        &self,
-        lattice: &Lattice,
-        batch: usize,
-    ) -> impl Iterator<Item = std::ops::Range<usize>> {
+    pub(super) fn tasks(&self, lattice: &Lattice, batch: usize) -> impl Iterator<Item = Range<usize>> {
         let [rows, columns] = lattice.targets;
         let (image, step, images) = (rows * columns, self.rows * columns, self.images);
         (0..batch).step_by(images).flat_map(move |first| {
@@ -145,7 +145,7 @@ impl Lines {
     /// Copies the lines of a task's part of an image, from this row of targets on, and says whether all numbers are finite.
     pub(super) fn copy(
         &self,
-        cpu: &crate::Cpu,
+        cpu: &Cpu,
         (lattice, source): (&Lattice, &Tensor),
         (image, first_row): (&[bf16], usize),
         to: &mut [bf16],
@@ -176,9 +176,9 @@ impl Lines {
         finite
     }
 
-    /// Where target pixels of some rows begin in the target, from its first one on, or [`super::unit::NOWHERE`].
+    /// Where target pixels of some rows begin in the target, from its first one on, or [`NOWHERE`].
     pub(super) fn places(&self, lattice: &Lattice, target: &Tensor, rows: usize) -> Vec<usize> {
-        let mut places = vec![super::unit::NOWHERE; rows * self.positions];
+        let mut places = vec![NOWHERE; rows * self.positions];
         for (row, places) in places.chunks_exact_mut(self.positions).enumerate() {
             let first = row * lattice.rows.step * target.size[1];
             for (column, place) in places.iter_mut().enumerate().take(lattice.targets[1]) {
