@@ -268,30 +268,75 @@ mod x86 {
         }
     }
 
+    /// Writes `count` elements of a pair of pixels; an absent one is zeros.
+    ///
+    /// # Safety
+    /// The machine has AVX512-BF16, pixels have `count` elements, and `to` has room for as many pairs.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+    unsafe fn pair([even, odd]: [Option<*const bf16>; 2], count: usize, order: __m512i, to: *mut bf16) {
+        for first in (0..count).step_by(ROWS) {
+            let mask = mask(count - first);
+            let [mut low, mut high] = [_mm256_setzero_si256(); 2];
+            // SAFETY: the mask leaves elements below `count`, and as many pairs of `to`, as the caller promises.
+            unsafe {
+                if let Some(pixel) = even {
+                    low = _mm256_maskz_loadu_epi16(mask, pixel.add(first).cast());
+                }
+                if let Some(pixel) = odd {
+                    high = _mm256_maskz_loadu_epi16(mask, pixel.add(first).cast());
+                }
+                let both = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high);
+                _mm512_mask_storeu_epi32(
+                    to.add(2 * first).cast(),
+                    mask,
+                    _mm512_permutexvar_epi16(order, both),
+                );
+            }
+        }
+    }
+
     /// # Safety
     /// The machine has AVX512-BF16, the pixels of the line inside have `count` elements, and `columns` are no fewer.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     pub(super) unsafe fn pair_positions(line: &Line<'_>, first: usize, columns: usize, to: &mut [bf16]) {
         let (order, from) = (interleaved(), line.pixels.as_ptr());
-        for (pair, to) in to.chunks_exact_mut(2 * columns).enumerate() {
-            let position = first + 2 * pair;
+        let pairs = to.len() / (2 * columns);
+        // Pairs whose positions are both inside.
+        let end = (line.inside.end.saturating_sub(first) / 2).min(pairs);
+        let begin = line.inside.start.saturating_sub(first).div_ceil(2).min(end);
+        for index in (0..begin).chain(end..pairs) {
+            let position = first + 2 * index;
             let (even, odd) = (line.place(position), line.place(position + 1));
-            for first in (0..line.count).step_by(ROWS) {
-                let mask = mask(line.count - first);
-                let [mut low, mut high] = [_mm256_setzero_si256(); 2];
-                // SAFETY: pixels of the line inside; the mask leaves elements below `count`, and as many pairs of `to`.
-                unsafe {
-                    if let Some(place) = even {
-                        low = _mm256_maskz_loadu_epi16(mask, from.add(place + first).cast());
-                    }
-                    if let Some(place) = odd {
-                        high = _mm256_maskz_loadu_epi16(mask, from.add(place + first).cast());
-                    }
+            let to = &mut to[index * 2 * columns..][..2 * columns];
+            // SAFETY: pixels of the line inside, and `to` has `columns` pairs.
+            unsafe {
+                let pixels = [even, odd].map(|place| place.map(|place| from.wrapping_add(place)));
+                pair(pixels, line.count, order, to.as_mut_ptr());
+            }
+        }
+        if begin == end {
+            return;
+        }
+        let mut even = from.wrapping_add((first + 2 * begin - line.inside.start) * line.step);
+        for to in to[begin * 2 * columns..end * 2 * columns].chunks_exact_mut(2 * columns) {
+            let odd = even.wrapping_add(line.step);
+            let whole = line.count / ROWS * ROWS;
+            // SAFETY: both pixels are inside, and `to` has `columns` pairs.
+            unsafe {
+                for element in (0..whole).step_by(ROWS) {
+                    let low = _mm256_loadu_si256(even.add(element).cast());
+                    let high = _mm256_loadu_si256(odd.add(element).cast());
                     let both = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high);
-                    let to = to.as_mut_ptr().add(2 * first).cast();
-                    _mm512_mask_storeu_epi32(to, mask, _mm512_permutexvar_epi16(order, both));
+                    let to = to.as_mut_ptr().add(2 * element).cast();
+                    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, both));
+                }
+                if whole < line.count {
+                    let pixels = [Some(even.add(whole)), Some(odd.add(whole))];
+                    pair(pixels, line.count - whole, order, to.as_mut_ptr().add(2 * whole));
                 }
             }
+            even = even.wrapping_add(2 * line.step);
         }
     }
 
