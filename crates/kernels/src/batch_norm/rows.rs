@@ -1,16 +1,16 @@
 //! Batch norm in channels-last memory or N x C, where each row holds every channel once.
 
+use num_traits::Zero;
+
 use super::coefficients::{Channel, Coefficients, Map};
 use super::parts::{Part, Totals, moments, pilot, pilot_places};
 use crate::activation::with_activation;
+use crate::element::PieceOf;
 use crate::isa::multiversion;
 use crate::memory::AlignedVec;
 use crate::memory_format::Extent;
 use crate::pointwise::formulas::Formula;
 use crate::stream::{self, Streaming};
-use num_traits::Zero;
-
-use crate::element::PieceOf;
 use crate::{Cpu, Stored, scratch};
 
 /// The minimum of elements in a wide row: neighbouring rows of few channels are treated as one wide row.
@@ -19,8 +19,6 @@ const WIDE: usize = 64;
 const BLOCKS: usize = 64;
 /// The minimum of elements in a task.
 const SMALLEST: usize = 1 << 13;
-/// The same where nothing is summed: longer loops begin less often.
-const WIDEST: usize = 256;
 /// Bytes that are computed into a buffer in cache before they are streamed.
 const STAGED: usize = 2048;
 
@@ -29,9 +27,8 @@ pub(super) struct Rows {
     channels: usize,
     /// Rows in an image.
     spatial: usize,
-    /// Elements in a wide row that is summed, and in one that is not.
+    /// Elements in a wide row.
     width: usize,
-    map_width: usize,
     /// Elements in a task.
     block: usize,
 }
@@ -41,15 +38,14 @@ impl Rows {
         let Extent { batch, channels, spatial, .. } = *extent;
         let rows = batch * spatial;
         let width = channels * WIDE.div_ceil(channels.max(1));
-        let map_width = channels * WIDEST.div_ceil(channels.max(1));
-        let wide_rows = (rows * channels).div_ceil(map_width.max(1));
-        let per_block = wide_rows.div_ceil(BLOCKS).max(SMALLEST.div_ceil(map_width.max(1)));
-        Rows { channels, spatial, width, map_width, block: (per_block * map_width).max(1) }
+        let wide_rows = (rows * channels).div_ceil(width.max(1));
+        let per_block = wide_rows.div_ceil(BLOCKS).max(SMALLEST.div_ceil(width.max(1)));
+        Rows { channels, spatial, width, block: (per_block * width).max(1) }
     }
 
-    /// How often a wide row of this width holds each channel.
-    fn times(&self, width: usize) -> usize {
-        width / self.channels.max(1)
+    /// How often a wide row holds each channel.
+    fn times(&self) -> usize {
+        self.width / self.channels.max(1)
     }
 
     /// Merges the moments of each part of `x` into `totals`.
@@ -81,8 +77,7 @@ impl Rows {
         c: Coefficients<S::Compute>,
         totals: &mut Totals,
     ) {
-        let times = self.times(self.width);
-        let (means, c) = (AlignedVec::repeat(means, times), c.repeated(times));
+        let (means, c) = (AlignedVec::repeat(means, self.times()), c.repeated(self.times()));
         self.reduce(cpu, parts, x, totals, |start, x, [g, g_centered]| {
             let dy = &dy[start..][..x.len()];
             scratch::with(2 * self.width, |sums| {
@@ -128,8 +123,8 @@ impl Rows {
         c: Coefficients<S::Compute>,
         y: &mut [S],
     ) {
-        let c = c.repeated(self.times(self.map_width));
-        let on = (cpu, self.map_width);
+        let c = c.repeated(self.times());
+        let on = (cpu, self.width);
         self.each(cpu, x.is_some(), y, |start, y| {
             with_activation!(c.activation, act => match x {
                 Some(both) => {
@@ -148,8 +143,8 @@ impl Rows {
         c: Coefficients<S::Compute>,
         dx: &mut [S],
     ) {
-        let c = c.repeated(self.times(self.map_width));
-        let on = (cpu, self.map_width);
+        let c = c.repeated(self.times());
+        let on = (cpu, self.width);
         self.each(cpu, x.is_some(), dx, |start, dx| {
             let dy = &dy[start..][..dx.len()];
             with_activation!(c.activation, act => match x {
@@ -179,7 +174,7 @@ impl Rows {
             if !streams {
                 return task(start, out);
             }
-            let piece = self.map_width * (STAGED / size_of::<S>() / self.map_width).max(1);
+            let piece = self.width * (STAGED / size_of::<S>() / self.width).max(1);
             let mut staged = AlignedVec::filled(piece.min(out.len()), S::default());
             let streaming = Streaming::begin();
             for (index, out) in out.chunks_mut(piece).enumerate() {
