@@ -108,7 +108,7 @@ mod avx2 {
         /// Columns of the square with these rows.
         fn transposed(simd: V3, rows: [Self::Vector; SIDE]) -> [Self::Vector; SIDE];
 
-        /// Transposes the square at the start of both slices; rows of `from`, and of `to`, are so many elements apart.
+        /// Transposes the square at the start of `from` into that at the start of `to`. Each slice comes with the distance of its rows.
         #[inline(always)]
         fn square(simd: V3, (from, columns): (&[Self], usize), (to, rows): (&mut [Self], usize)) {
             const { assert!(size_of::<Self::Vector>() == SIDE * size_of::<Self>()) };

@@ -187,8 +187,8 @@ impl Oracle {
     }
 }
 
-/// Errors up to this, relative to the largest value, are rounding, where inputs of type A are multiplied, so many products added up,
-/// and the sum stored in type O. A weight may be rounded to A, too.
+/// The largest error, relative to the largest value, that rounding explains in a sum of `terms` products. The inputs have type A, to which a
+/// weight may be rounded, too. The sum is stored in type O.
 fn tolerance<A: Stored, O: Stored>(terms: usize) -> f64 {
     let epsilon = |dtype: DType| 2f64.powi(1 - dtype.digits());
     let sum = 16.0 * epsilon(A::Compute::DTYPE) * (terms as f64).sqrt();

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::lines::Lines;
+use super::lines::{Lines, are_finite};
 use super::pack::{Weights, pack_weights};
 use super::unit::{Factors, GROUP, ROWS, Ready, SECOND, SIDE, Sums, Unit};
 use crate::Cpu;
@@ -98,6 +98,16 @@ impl Lattice {
     fn place(&self, tap: usize, depth: usize) -> usize {
         let Segment { taps, padded, .. } = self.segment;
         tap / taps * padded + tap % taps * depth
+    }
+
+    /// The pixels of each task, by number.
+    fn tasks(&self, batch: usize) -> Vec<Range<usize>> {
+        if let Some(lines) = &self.lines {
+            return lines.tasks(self, batch).collect();
+        }
+        let pixels = batch * self.targets[0] * self.targets[1];
+        let firsts = (0..pixels).step_by(self.task_pixels);
+        firsts.map(|first| first..pixels.min(first + self.task_pixels)).collect()
     }
 
     fn pixel(&self, index: usize) -> Pixel {
@@ -231,15 +241,8 @@ impl Correlate {
         let mut at = 0;
         let mut tasks = Vec::new();
         for lattice in &self.phases {
-            let batch = self.problem.batch;
-            let pixels = batch * lattice.targets[0] * lattice.targets[1];
-            let firsts = (0..pixels).step_by(lattice.task_pixels);
-            match &lattice.lines {
-                Some(lines) => tasks.extend(lines.tasks(lattice, batch).map(|part| (lattice, at, part))),
-                None => tasks.extend(
-                    firsts.map(|first| (lattice, at, first..pixels.min(first + lattice.task_pixels))),
-                ),
-            }
+            let parts = lattice.tasks(self.problem.batch).into_iter();
+            tasks.extend(parts.map(|part| (lattice, at, part)));
             at += lattice.padded() * self.target.group_channels.next_multiple_of(SIDE) * self.problem.groups;
         }
         let len = self.rows.next_multiple_of(2 * LINE);
@@ -394,13 +397,14 @@ impl Task<'_> {
         let Pixel { image: first_image, numbers: [first_row, _] } = lattice.pixel(part.start);
         let len = lines.image_len(lattice, rows);
         let source_len = of.source.size[0] * of.source.size[1] * of.source.channels;
-        let mut finite = true;
+        // Lines that are filled up are the only ones whose other numbers are multiplied, by zeros.
+        let filled = lattice.segment.terms < lattice.segment.padded;
         for (image, to) in (first_image..first_image + images).zip(memory.chunks_exact_mut(len)) {
             let from = &self.source[image * source_len..][..source_len];
-            finite &= lines.copy(cpu, (lattice, &of.source), (from, first_row), to, rows);
-        }
-        if !finite && lattice.segment.terms < lattice.segment.padded {
-            return false;
+            lines.copy((lattice, &of.source), (from, first_row), to, rows);
+            if filled && !are_finite(cpu, to) {
+                return false;
+            }
         }
         let mut sums: Sums = [0.0; SIDE * SIDE];
         let segments = lines.segments(lattice, rows);

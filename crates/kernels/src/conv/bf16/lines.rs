@@ -9,8 +9,8 @@ use std::ops::Range;
 use half::bf16;
 
 use super::correlate::{Lattice, Tensor};
+use super::taps::TapPlaces;
 use super::unit::{NOWHERE, ROWS, SIDE};
-use crate::Cpu;
 use crate::conv::workspace::LINE;
 use crate::isa::multiversion;
 
@@ -23,13 +23,8 @@ pub(super) struct Lines {
     line: usize,
     /// Elements of zeros before the first line.
     before: usize,
-    /// Taps read rows of the source that have these residues modulo the rows' step. Lines of a residue follow one another.
-    residues: Vec<usize>,
-    /// The lines that rows of taps read for the first row of targets: the place of the residue, and the line.
-    taps: Vec<[usize; 2]>,
-    /// The lowest of these lines, of those of its residue, and how far they reach.
-    lowest: isize,
-    reach: usize,
+    /// The lines that rows of taps read for the first row of targets. Lines of a residue follow one another.
+    rows_of_taps: TapPlaces,
     /// The images of a task, and the rows of targets of each; more than one image only with all rows.
     images: usize,
     rows: usize,
@@ -43,7 +38,7 @@ const LEAST_ELEMENTS: usize = 32 * 1024;
 const LIMIT: usize = 8 * 1024 * 1024;
 
 impl Lines {
-    /// The lines for a lattice whose weights have so many elements, in tasks for so many threads.
+    /// The lines of a lattice, in tasks for `threads` threads. `weights` is the number of its weights.
     pub(super) fn new(
         lattice: &Lattice,
         source: &Tensor,
@@ -62,29 +57,14 @@ impl Lines {
         let positions = width.checked_add(left.max(right))?.div_ceil(columns.source_step).max(target_columns);
         let step = columns.source_step.checked_mul(source.channels)?;
         let line = positions.checked_mul(step)?;
-        let row_step = rows.source_step as isize;
-        let mut residues: Vec<usize> =
-            rows.taps.iter().map(|tap| tap.offset.rem_euclid(row_step) as usize).collect();
-        residues.sort_unstable();
-        residues.dedup();
-        let line_of = |offset: isize| offset.div_euclid(row_step);
-        let lowest = rows.taps.iter().map(|tap| line_of(tap.offset)).min()?;
-        let highest = rows.taps.iter().map(|tap| line_of(tap.offset)).max()?;
-        let place = |offset: isize| {
-            let residue = offset.rem_euclid(row_step) as usize;
-            let residue = residues.iter().position(|&other| other == residue);
-            [residue.expect("one of those of all taps"), (line_of(offset) - lowest) as usize]
-        };
-        let taps = rows.taps.iter().map(|tap| place(tap.offset)).collect();
+        let row_offsets: Vec<isize> = rows.taps.iter().map(|tap| tap.offset).collect();
+        let rows_of_taps = TapPlaces::new(&row_offsets, rows.source_step);
         let lines = Lines {
             positions,
             step,
             line,
             before: left.checked_mul(source.channels)?,
-            taps,
-            residues,
-            lowest,
-            reach: (highest - lowest) as usize,
+            rows_of_taps,
             images: 1,
             rows: target_rows,
         };
@@ -105,9 +85,10 @@ impl Lines {
         self.len(lattice, self.rows)?.checked_mul(self.images)
     }
 
-    /// Elements of an image's lines for so many rows of targets, and of zeros around them.
+    /// The number of elements that are written for one image: its lines for `rows` rows of targets, and the zeros around them.
     fn len(&self, lattice: &Lattice, rows: usize) -> Option<usize> {
-        let lines = rows.checked_add(self.reach)?.checked_mul(self.residues.len())?;
+        let lines =
+            rows.checked_add(self.rows_of_taps.reach())?.checked_mul(self.rows_of_taps.residues.len())?;
         let copied = lines.checked_mul(self.line)?.checked_add(self.before)?;
         // The last row of the last product, and its terms.
         let last =
@@ -124,8 +105,8 @@ impl Lines {
         let pixel = self.step / lattice.columns.source_step;
         let columns = lattice.columns.taps.iter().step_by(lattice.segment.taps);
         let firsts: Vec<isize> = columns.map(|tap| tap.offset * pixel as isize).collect();
-        let starts = self.taps.iter().flat_map(|&[residue, line]| {
-            let line = self.before + (residue * (rows + self.reach) + line) * self.line;
+        let starts = self.rows_of_taps.taps.iter().flat_map(|&[residue, line]| {
+            let line = self.before + (residue * (rows + self.rows_of_taps.reach()) + line) * self.line;
             firsts.iter().map(move |&first| line.wrapping_add_signed(first))
         });
         starts.enumerate().map(|(index, a)| [a, index * panel]).collect()
@@ -142,25 +123,25 @@ impl Lines {
         })
     }
 
-    /// Copies the lines of a task's part of an image, from this row of targets on, and says whether all numbers are finite.
+    /// Copies the lines of a task's part of an image, from this row of targets on.
     pub(super) fn copy(
         &self,
-        cpu: &Cpu,
         (lattice, source): (&Lattice, &Tensor),
         (image, first_row): (&[bf16], usize),
         to: &mut [bf16],
         rows: usize,
-    ) -> bool {
+    ) {
         let [height, width] = source.size;
         let row_len = width * source.channels;
         let (before, rest) = to.split_at_mut(self.before);
         before.fill(bf16::ZERO);
-        let count = rows + self.reach;
-        let (lines, after) = rest.split_at_mut(self.residues.len() * count * self.line);
+        let count = rows + self.rows_of_taps.reach();
+        let (lines, after) = rest.split_at_mut(self.rows_of_taps.residues.len() * count * self.line);
         after.fill(bf16::ZERO);
-        for (residue, lines) in self.residues.iter().zip(lines.chunks_exact_mut(count * self.line)) {
+        let residues = self.rows_of_taps.residues.iter();
+        for (residue, lines) in residues.zip(lines.chunks_exact_mut(count * self.line)) {
             for (number, line) in lines.chunks_exact_mut(self.line).enumerate() {
-                let row = (first_row + number) as isize + self.lowest;
+                let row = (first_row + number) as isize + self.rows_of_taps.lowest;
                 let row = row * lattice.rows.source_step as isize + *residue as isize;
                 if row < 0 || row as usize >= height {
                     line.fill(bf16::ZERO);
@@ -171,9 +152,6 @@ impl Lines {
                 beyond.fill(bf16::ZERO);
             }
         }
-        let mut finite = true;
-        are_finite(cpu, lines, &mut finite);
-        finite
     }
 
     /// Where target pixels of some rows begin in the target, from its first one on, or [`NOWHERE`].
@@ -200,9 +178,9 @@ impl Lines {
 }
 
 multiversion! {
-    fn are_finite<>(numbers: &[bf16], finite: &mut bool) {
+    /// Whether none is infinite or NaN.
+    pub(super) fn are_finite<>(numbers: &[bf16]) -> bool {
         const EXPONENT: u16 = 0x7f80;
-        let largest = numbers.iter().fold(0, |most: u16, number| most.max(number.to_bits() & EXPONENT));
-        *finite = largest < EXPONENT;
+        numbers.iter().fold(0, |most: u16, number| most.max(number.to_bits() & EXPONENT)) < EXPONENT
     }
 }

@@ -14,6 +14,7 @@
 mod correlate;
 mod lines;
 mod pack;
+mod taps;
 mod unit;
 mod weights;
 
@@ -23,6 +24,7 @@ use correlate::Correlate;
 pub(crate) use unit::Unit;
 use weights::WeightSums;
 
+use super::direct::check_shape;
 use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, NotApplicable};
 use super::problem::{ConvProblem, ConvTypes, Pass};
 use crate::memory_format::MOST_ELEMENTS;
@@ -30,9 +32,6 @@ use crate::{Cpu, DType, MemoryFormat, Slice, SliceMut};
 
 /// Convolution by one of the units.
 pub(super) struct Bf16(pub(super) Unit);
-
-/// The most kernel elements.
-const MOST_TAPS: usize = 1 << 14;
 
 enum Kernel {
     Correlate(Correlate),
@@ -63,16 +62,7 @@ impl ConvAlgorithm for Bf16 {
         if !self.0.is_in(cpu) {
             return not(&format!("needs {}", self.0.name()));
         }
-        if problem.format != MemoryFormat::ChannelsLast {
-            return not("for channels-last only");
-        }
-        if problem.group_in_channels() == 1 && problem.group_out_channels() == 1 {
-            return not("needs more than one channel a group");
-        }
-        let taps = problem.height.kernel.checked_mul(problem.width.kernel);
-        if taps.is_none_or(|taps| taps > MOST_TAPS) {
-            return not("needs a kernel of at most 16384 elements");
-        }
+        check_shape(problem)?;
         let planned = match pass {
             Pass::BackwardWeights => WeightSums::new(problem, self.0, cpu)
                 .and_then(|sums| Some((sums.workspace_len()?, Kernel::Weights(sums)))),

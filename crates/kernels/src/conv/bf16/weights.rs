@@ -14,9 +14,10 @@ use std::sync::Arc;
 use half::bf16;
 
 use super::pack::{Line, gather, pair_positions, transpose_places};
+use super::taps::TapPlaces;
 use super::unit::{Factors, GROUP, NOWHERE, ROWS, SECOND, SIDE, Unit};
 use crate::Cpu;
-use crate::conv::problem::{ConvAxis, ConvProblem};
+use crate::conv::problem::ConvProblem;
 use crate::conv::workspace::{LINE, aligned};
 use crate::shared::Shared;
 
@@ -29,7 +30,7 @@ const LARGE_BANDS_ELEMENTS: usize = 4 * 1024 * 1024;
 const POSITIONS: usize = 256;
 /// Parts in which threads write a band's factors.
 const PARTS: usize = 4;
-/// Pairs of so many channels or more would fall into few sets of a cache if their number were a multiple of a high power of two.
+/// From this number of channels on, it is made an odd multiple of [`SIDE`]: pairs a power of two apart would fall into few sets of a cache.
 const MANY_CHANNELS: usize = 256;
 
 /// The most taps of a task.
@@ -38,38 +39,6 @@ const MOST_TAPS_TOGETHER: usize = 128;
 /// Floats from a product's sums to the next ones: of products that lie a power of two apart, the same elements would fall into one set of a
 /// cache.
 const PRODUCT: usize = SIDE * SIDE + LINE;
-
-/// What the taps of an axis read for a band's first output: pixels sorted by their residues modulo the stride.
-struct TapPlaces {
-    /// The residues of the pixels that taps read, from the padded beginning of x on.
-    residues: Vec<usize>,
-    /// For each tap the place of its residue, and the pixel of those of its residue.
-    taps: Vec<[usize; 2]>,
-}
-
-impl TapPlaces {
-    fn new(axis: &ConvAxis) -> TapPlaces {
-        let offset = |tap: usize| tap * axis.dilation;
-        let mut residues: Vec<usize> = (0..axis.kernel).map(|tap| offset(tap) % axis.stride).collect();
-        residues.sort_unstable();
-        residues.dedup();
-        let place = |tap| {
-            let residue = residues.iter().position(|&residue| residue == offset(tap) % axis.stride);
-            [residue.expect("one of those of all taps"), offset(tap) / axis.stride]
-        };
-        TapPlaces { taps: (0..axis.kernel).map(place).collect(), residues }
-    }
-
-    /// Whether taps read pixels of this parity.
-    fn reads(&self, parity: usize) -> bool {
-        self.taps.iter().any(|&[_, pixel]| pixel % 2 == parity)
-    }
-
-    /// The pixels of a residue that are read beyond those of the first tap.
-    fn reach(&self) -> usize {
-        self.taps.iter().map(|&[_, pixel]| pixel).max().unwrap_or(0)
-    }
-}
 
 /// The weight gradient of one problem.
 pub(super) struct WeightSums {
@@ -110,7 +79,11 @@ struct Lens {
 
 impl WeightSums {
     pub(super) fn new(problem: &ConvProblem, unit: Unit, cpu: &Cpu) -> Option<WeightSums> {
-        let [rows, columns] = [&problem.height, &problem.width].map(TapPlaces::new);
+        // From the padded beginning of x on.
+        let [rows, columns] = [&problem.height, &problem.width].map(|axis| {
+            let offsets: Vec<isize> = (0..axis.kernel).map(|tap| (tap * axis.dilation) as isize).collect();
+            TapPlaces::new(&offsets, axis.stride)
+        });
         // Positions behind a row of outputs read zeros before the next row of x, or after this one.
         let axis = &problem.width;
         let pixels = axis.input.checked_add(axis.pad_before)?.div_ceil(axis.stride);
@@ -155,7 +128,7 @@ impl WeightSums {
         Some(sums)
     }
 
-    /// The lengths of a band of so many rows of outputs.
+    /// The lengths of a band that has this number of rows of outputs.
     fn lens_of(&self, rows: usize) -> Option<Lens> {
         let problem = &self.problem;
         let positions = rows.checked_mul(self.width)?.checked_next_multiple_of(GROUP)?;

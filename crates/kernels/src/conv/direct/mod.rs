@@ -41,6 +41,22 @@ pub(super) struct Direct;
 /// The most kernel elements: an indirection table is held for a few hundred pixels.
 const MOST_TAPS: usize = 1 << 14;
 
+/// Refuses what neither this algorithm nor those for bf16 take: other formats, depthwise convolution, very large kernels.
+pub(in crate::conv) fn check_shape(problem: &ConvProblem) -> Result<(), NotApplicable> {
+    let not = |reason: &str| Err(NotApplicable(reason.into()));
+    if problem.format != MemoryFormat::ChannelsLast {
+        return not("for channels-last only");
+    }
+    if problem.group_in_channels() == 1 && problem.group_out_channels() == 1 {
+        return not("needs more than one channel a group");
+    }
+    let taps = problem.height.kernel.checked_mul(problem.width.kernel);
+    if taps.is_none_or(|taps| taps > MOST_TAPS) {
+        return not("needs a kernel of at most 16384 elements");
+    }
+    Ok(())
+}
+
 impl ConvAlgorithm for Direct {
     fn name(&self) -> &'static str {
         "direct"
@@ -59,16 +75,7 @@ impl ConvAlgorithm for Direct {
         if problem.types != ConvTypes::F32 {
             return not("for f32 only");
         }
-        if problem.format != MemoryFormat::ChannelsLast {
-            return not("for channels-last only");
-        }
-        if problem.group_in_channels() == 1 && problem.group_out_channels() == 1 {
-            return not("needs more than one channel a group");
-        }
-        let taps = problem.height.kernel.checked_mul(problem.width.kernel);
-        if taps.is_none_or(|taps| taps > MOST_TAPS) {
-            return not("needs a kernel of at most 16384 elements");
-        }
+        check_shape(problem)?;
         let (workspace, kernel) = match pass {
             Pass::Forward | Pass::BackwardData => {
                 let correlate = Correlate::new(problem, pass, cpu);
