@@ -177,49 +177,6 @@ pub trait Stored: sealed::Sealed + bytemuck::Pod + Default + Debug + Display + S
     /// The nearest value of this type to one of the type that kernels compute in, ties to even: the inverse of [`Stored::wide`].
     fn nearest(value: Self::Compute) -> Self;
 
-    /// Runs `body` on the inputs and the output in the type that kernels compute in: see [`PieceOf::write`].
-    #[doc(hidden)]
-    fn write_pieces<const N: usize>(
-        on: (&Cpu, usize),
-        inputs: [&[Self]; N],
-        output: &mut [Self],
-        body: impl FnMut(usize, [&[Self::Compute]; N], &mut [Self::Compute]),
-    ) {
-        <Self::Compute as PieceOf<Self>>::write(on, inputs, output, body);
-    }
-
-    /// As [`Stored::write_pieces`], but `body` reads the output, too.
-    #[doc(hidden)]
-    fn update_pieces<const N: usize>(
-        on: (&Cpu, usize),
-        inputs: [&[Self]; N],
-        output: &mut [Self],
-        body: impl FnMut(usize, [&[Self::Compute]; N], &mut [Self::Compute]),
-    ) {
-        <Self::Compute as PieceOf<Self>>::update(on, inputs, output, body);
-    }
-
-    /// As [`Stored::write_pieces`], without an output.
-    #[doc(hidden)]
-    fn read_pieces<const N: usize>(
-        on: (&Cpu, usize),
-        inputs: [&[Self]; N],
-        body: impl FnMut(usize, [&[Self::Compute]; N]),
-    ) {
-        <Self::Compute as PieceOf<Self>>::read(on, inputs, body);
-    }
-
-    /// As [`PieceOf::map`], in the type that kernels compute in.
-    #[doc(hidden)]
-    fn map_pieces(
-        cpu: &Cpu,
-        input: &[Self],
-        output: &mut [Self],
-        body: impl FnMut(&[Self::Compute], &mut [Self::Compute]),
-    ) {
-        <Self::Compute as PieceOf<Self>>::map(cpu, input, output, body);
-    }
-
     /// Converts `from` to f32. Exact, except that f64 values are rounded. Lengths must be equal.
     #[doc(hidden)]
     fn widen(from: &[Self], to: &mut [f32]);

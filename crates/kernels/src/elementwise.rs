@@ -85,7 +85,7 @@ kernels! {
     pub fn scale_assign<S: Stored>(cpu: &Cpu, factor: f64; ; x: &mut [S]) -> Result<()> {
         span!("scale", x, x);
         let (len, factor) = (x.len(), S::Compute::of(factor));
-        cpu.for_each(len, chunks_mut(x), |x| S::update_pieces((cpu, 1), [], x, |_, [], x| scale_assign_chunk(cpu, factor, x)));
+        cpu.for_each(len, chunks_mut(x), |x| S::Compute::update((cpu, 1), [], x, |_, [], x| scale_assign_chunk(cpu, factor, x)));
         Ok(())
     }
 
@@ -97,7 +97,7 @@ kernels! {
         span!("square sum", x);
         let mut parts = vec![0.0; x.len().div_ceil(CHUNK)];
         cpu.for_each(x.len(), chunks(x).zip(&mut parts), |(x, part)| {
-            S::read_pieces((cpu, 1), [x], |_, [x]| *part += square_sum_chunk(cpu, x));
+            S::Compute::read((cpu, 1), [x], |_, [x]| *part += square_sum_chunk(cpu, x));
         });
         Ok(parts.iter().sum())
     }
@@ -110,7 +110,7 @@ kernels! {
         span!("sum", x);
         let mut parts = vec![0.0; x.len().div_ceil(CHUNK)];
         cpu.for_each(x.len(), chunks(x).zip(&mut parts), |(x, part)| {
-            S::read_pieces((cpu, 1), [x], |_, [x]| *part += sum_chunk(cpu, x));
+            S::Compute::read((cpu, 1), [x], |_, [x]| *part += sum_chunk(cpu, x));
         });
         Ok(parts.iter().sum())
     }
@@ -124,7 +124,7 @@ kernels! {
             Layout::Planes { inner } => {
                 for (index, plane) in y.chunks_mut(inner).enumerate() {
                     let bias = bias[(block.first_channel + index) % bias.len()];
-                    S::update_pieces((cpu, 1), [], plane, |_, [], plane| add_to_plane(cpu, bias, plane));
+                    S::Compute::update((cpu, 1), [], plane, |_, [], plane| add_to_plane(cpu, bias, plane));
                 }
             }
             Layout::Rows => {
@@ -143,7 +143,7 @@ kernels! {
                 Layout::Planes { inner } => {
                     let mut sums = vec![0.0; block.channels];
                     for (index, plane) in dy.chunks(inner).enumerate() {
-                        S::read_pieces((cpu, 1), [plane], |_, [plane]| sums[index % extent.channels] += sum_chunk(cpu, plane));
+                        S::Compute::read((cpu, 1), [plane], |_, [plane]| sums[index % extent.channels] += sum_chunk(cpu, plane));
                     }
                     sums
                 }

@@ -5,6 +5,7 @@
 
 use num_traits::Zero;
 
+use crate::element::PieceOf;
 use crate::isa::multiversion;
 use crate::{Cpu, Element, MemoryFormat, Stored};
 
@@ -127,14 +128,14 @@ pub(crate) fn mix<S: Stored>(
             let read = &rows[row % rows.len()];
             let x = &x[row / rows.len() * plane + read.place * x_row..];
             let stretched = |x: &[S::Compute], y: &mut [S]| {
-                S::write_pieces((cpu, y_row), [], y, |_, [], y| stretch(cpu, sizes.lanes, columns, x, y));
+                S::Compute::write((cpu, y_row), [], y, |_, [], y| stretch(cpu, sizes.lanes, columns, x, y));
             };
             if read.is_copy() {
-                S::read_pieces((cpu, x_row), [&x[..x_row]], |_, [x]| stretched(x, y));
+                S::Compute::read((cpu, x_row), [&x[..x_row]], |_, [x]| stretched(x, y));
                 continue;
             }
             let both = [&x[..x_row], &x[x_row..2 * x_row]];
-            S::read_pieces((cpu, x_row), both, |_, [a, b]| mix_rows(cpu, read.weights, a, b, &mut mixed));
+            S::Compute::read((cpu, x_row), both, |_, [a, b]| mix_rows(cpu, read.weights, a, b, &mut mixed));
             stretched(&mixed, y);
         }
     });
@@ -160,10 +161,10 @@ pub(crate) fn sum<S: Stored>(
             let (first, end) = (list.first().map_or(0, |row| row.0), list.last().map_or(0, |row| row.0 + 1));
             let read = &x[first * x_row..end * x_row];
             sums.fill(S::Compute::zero());
-            S::read_pieces((cpu, read.len().max(1)), [read], |_, [x]| {
+            S::Compute::read((cpu, read.len().max(1)), [read], |_, [x]| {
                 add_up(cpu, x_row, (list, first), x, &mut sums);
             });
-            S::write_pieces((cpu, y_row), [], y, |_, [], y| gather(cpu, sizes.lanes, columns, &sums, y));
+            S::Compute::write((cpu, y_row), [], y, |_, [], y| gather(cpu, sizes.lanes, columns, &sums, y));
         }
     });
 }

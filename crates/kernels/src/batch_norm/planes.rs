@@ -8,6 +8,7 @@ use super::parts::{Pair, Part, Totals, pilot, pilot_places};
 use super::{BackwardSums, Moments};
 use crate::activation::with_activation;
 use crate::channels::LANES;
+use crate::element::PieceOf;
 use crate::isa::multiversion;
 use crate::memory_format::Extent;
 use crate::pointwise::formulas::Formula;
@@ -188,11 +189,11 @@ impl Planes {
             with_activation!(c.activation, act => match x {
                 Some(both) => {
                     let both = both.map(|x| &x[start..][..run.len()]);
-                    S::write_pieces(on, both, run, |done, both, run| {
+                    S::Compute::write(on, both, run, |done, both, run| {
                         map_planes(y.cpu, &Run { first: at(done), spatial, act }, map, c, Some(both), run);
                     });
                 }
-                None => S::update_pieces(on, [], run, |done, [], run| {
+                None => S::Compute::update(on, [], run, |done, [], run| {
                     map_planes(y.cpu, &Run { first: at(done), spatial, act }, map, c, None, run);
                 }),
             });
@@ -220,11 +221,11 @@ impl Planes {
             with_activation!(c.activation, act => match x {
                 Some(x) => {
                     let both = [&x[start..][..run.len()], dy];
-                    S::write_pieces(on, both, run, |done, [x, dy], run| {
+                    S::Compute::write(on, both, run, |done, [x, dy], run| {
                         gradient_planes(dx.cpu, &Run { first: at(done), spatial, act }, c, Some(x), dy, run);
                     });
                 }
-                None => S::update_pieces(on, [dy], run, |done, [dy], run| {
+                None => S::Compute::update(on, [dy], run, |done, [dy], run| {
                     gradient_planes(dx.cpu, &Run { first: at(done), spatial, act }, c, None, dy, run);
                 }),
             });

@@ -2,6 +2,7 @@
 
 use super::global::{global_average_pool, global_average_pool_backward};
 use crate::channels::LANES;
+use crate::element::PieceOf;
 use crate::error::{check_len, invalid};
 use crate::isa::multiversion;
 use crate::memory_format::{Extent, MemoryFormat, check_shape};
@@ -159,7 +160,7 @@ kernels! {
             let (plane, planes) = (height * width, TASK.div_ceil(height * width));
             let items = x.chunks(planes * plane).zip(y.chunks_mut(planes).zip(places.chunks_mut(planes)));
             cpu.for_each(x.len(), items, |(x, (y, places))| {
-                S::map_pieces(cpu, x, y, |x, y| largest_of_planes(cpu, plane, x, y, places));
+                S::Compute::map(cpu, x, y, |x, y| largest_of_planes(cpu, plane, x, y, places));
             });
             return Ok(());
         }
@@ -169,7 +170,7 @@ kernels! {
         cpu.for_each(x.len(), items, |(row, (y, places))| {
             let x = &x[row / rows * plane..][..plane];
             let lines = problem.window(0, row % rows);
-            S::map_pieces(cpu, x, y, |x, y| {
+            S::Compute::map(cpu, x, y, |x, y| {
                 let outputs = y.chunks_mut(lanes).zip(places.chunks_mut(lanes));
                 for (columns, (y, places)) in windows.iter().zip(outputs) {
                     let first = lines.start * width + columns.start;
@@ -207,7 +208,7 @@ kernels! {
         let items = dx.chunks_mut(planes * input);
         let items = items.zip(dy.chunks(planes * output).zip(places.chunks(planes * output)));
         cpu.for_each(work, items, |(dx, (dy, places))| {
-            S::map_pieces(cpu, dy, dx, |dy, dx| {
+            S::Compute::map(cpu, dy, dx, |dy, dx| {
                 dx.fill(S::Compute::default());
                 let sources = dy.chunks(output).zip(places.chunks(output));
                 for (dx, (dy, places)) in dx.chunks_mut(input).zip(sources) {

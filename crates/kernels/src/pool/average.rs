@@ -3,6 +3,7 @@
 use super::PoolProblem;
 use super::runs::{span, strided};
 use crate::conv::ConvAxis;
+use crate::element::PieceOf;
 use crate::error::invalid;
 use crate::isa::multiversion;
 use crate::operand::kernels;
@@ -66,7 +67,7 @@ kernels! {
         let (input, output, lanes) = problem.task();
         let stride = problem.width.stride;
         cpu.for_each(x.len(), x.chunks(input).zip(y.chunks_mut(output)), |(x, y)| {
-            S::map_pieces(cpu, x, y, |x, y| {
+            S::Compute::map(cpu, x, y, |x, y| {
                 y.fill(S::Compute::default());
                 problem.each_run(|run| {
                     add_run(cpu, stride, lanes, &x[run.input * lanes..], &mut y[run.outputs(lanes)]);
@@ -96,7 +97,7 @@ kernels! {
         let (input, output, lanes) = problem.task();
         let stride = problem.width.stride;
         cpu.for_each(dx.len(), dx.chunks_mut(input).zip(dy.chunks(output)), |(dx, dy)| {
-            S::map_pieces(cpu, dy, dx, |dy, dx| {
+            S::Compute::map(cpu, dy, dx, |dy, dx| {
                 dx.fill(S::Compute::default());
                 problem.each_run(|run| {
                     let (dy, shares) = (&dy[run.outputs(lanes)], &shares[run.output..run.output + run.len]);

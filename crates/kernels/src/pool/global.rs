@@ -1,6 +1,7 @@
 //! The mean of each channel of each image, with its backward pass, in one pass over memory in both formats.
 
 use crate::channels::{LANES, halved};
+use crate::element::PieceOf;
 use crate::error::{check_len, invalid};
 use crate::isa::multiversion;
 use crate::memory_format::{Extent, MemoryFormat};
@@ -30,7 +31,7 @@ kernels! {
             cpu.for_each(x.len(), x.chunks(planes * spatial).zip(y.chunks_mut(planes)), |(x, y)| {
                 for (x, y) in x.chunks(spatial).zip(y) {
                     let mut sum = 0.0;
-                    S::read_pieces((cpu, 1), [x], |_, [x]| sum += sum_plane(cpu, x));
+                    S::Compute::read((cpu, 1), [x], |_, [x]| sum += sum_plane(cpu, x));
                     *y = S::of(sum * share);
                 }
             });
@@ -42,7 +43,7 @@ kernels! {
         let part = spatial.div_ceil(parts) * channels;
         let parts = image.div_ceil(part);
         let sum_pixels = |x: &[S], sums: &mut [f64]| {
-            S::read_pieces((cpu, channels), [x], |_, [x]| sum_pixels(cpu, x, sums));
+            S::Compute::read((cpu, channels), [x], |_, [x]| sum_pixels(cpu, x, sums));
         };
         if parts == 1 {
             cpu.for_each(x.len(), x.chunks(image).zip(y.chunks_mut(channels)), |(x, y)| {
@@ -88,8 +89,8 @@ kernels! {
         let pieces = dx.chunks_mut(image).zip(dy.chunks(channels));
         let pieces = pieces.flat_map(|(image, dy)| image.chunks_mut(part).map(move |piece| (piece, dy)));
         cpu.for_each(dy.len() * spatial, pieces, |(dx, dy)| {
-            S::read_pieces((cpu, channels), [dy], |_, [dy]| {
-                S::write_pieces((cpu, channels), [], dx, |_, [], dx| spread_pixels(cpu, share, dy, dx));
+            S::Compute::read((cpu, channels), [dy], |_, [dy]| {
+                S::Compute::write((cpu, channels), [], dx, |_, [], dx| spread_pixels(cpu, share, dy, dx));
             });
         });
         Ok(())

@@ -87,24 +87,35 @@ pub(super) fn backward<S: Stored, I: WindowIndex>(
         // Sums of several outputs are rounded once.
         match disjoint {
             true => S::Piece::map(cpu, dy, dx, |dy, dx| {
-                if !covered {
-                    dx.fill(S::Piece::default());
-                }
-                problem.each_run(|run| {
-                    let range = run.outputs(lanes);
-                    let (tap, dy, indices) = (I::store(run.tap), &dy[range.clone()], &indices[range]);
-                    write_where_taken(cpu, stride, lanes, tap, dy, indices, &mut dx[run.input * lanes..]);
+                spread(problem, !covered, (dy, indices), dx, |tap, dy, indices, dx| {
+                    write_where_taken(cpu, stride, lanes, tap, dy, indices, dx);
                 });
             }),
-            false => S::map_pieces(cpu, dy, dx, |dy, dx| {
-                dx.fill(S::Compute::default());
-                problem.each_run(|run| {
-                    let range = run.outputs(lanes);
-                    let (tap, dy, indices) = (I::store(run.tap), &dy[range.clone()], &indices[range]);
-                    add_where_taken(cpu, stride, lanes, tap, dy, indices, &mut dx[run.input * lanes..]);
+            false => S::Compute::map(cpu, dy, dx, |dy, dx| {
+                spread(problem, true, (dy, indices), dx, |tap, dy, indices, dx| {
+                    add_where_taken(cpu, stride, lanes, tap, dy, indices, dx);
                 });
             }),
         }
+    });
+}
+
+/// Gives each run of outputs, with its indices and dx from its first input on, to `put`. `clears` says whether dx becomes zeros first.
+#[inline(always)]
+fn spread<S: Stored, I: WindowIndex>(
+    problem: &PoolProblem,
+    clears: bool,
+    (dy, indices): (&[S], &[I]),
+    dx: &mut [S],
+    put: impl Fn(I, &[S], &[I], &mut [S]),
+) {
+    if clears {
+        dx.fill(S::default());
+    }
+    let (_, _, lanes) = problem.task();
+    problem.each_run(|run| {
+        let outputs = run.outputs(lanes);
+        put(I::store(run.tap), &dy[outputs.clone()], &indices[outputs], &mut dx[run.input * lanes..]);
     });
 }
 

@@ -6,6 +6,7 @@
 use super::runs::span;
 use super::{PoolProblem, WindowIndex};
 use crate::conv::ConvAxis;
+use crate::element::PieceOf;
 use crate::isa::multiversion;
 use crate::memory_format::MemoryFormat;
 use crate::{Cpu, Element, Stored, simd};
@@ -150,7 +151,7 @@ fn forward_into<S: Stored, I: WindowIndex>(
     cpu.for_each(x.len(), items, |((x, y), indices)| {
         let (mut window, mut rows) = (Window::new(), Vec::new());
         let row_len = width.output() * lanes;
-        S::map_pieces(cpu, x, y, |x, y| {
+        S::Compute::map(cpu, x, y, |x, y| {
             for (place, (y, indices)) in y.chunks_mut(row_len).zip(indices.chunks_mut(row_len)).enumerate() {
                 let (image, oh) = (place / height.output(), place % height.output());
                 let x = &x[image * input..][..input];
@@ -195,7 +196,7 @@ pub(super) fn backward<S: Stored, I: WindowIndex>(
     cpu.for_each(work, items, |((dx, dy), indices)| {
         let (mut window, mut rows) = (Window::new(), Vec::new());
         let mut by_phase = vec![S::Compute::default(); if interleaved { phases * phase_len } else { 0 }];
-        S::map_pieces(cpu, dy, dx, |dy, dx| {
+        S::Compute::map(cpu, dy, dx, |dy, dx| {
             for (place, dx) in dx.chunks_mut(width.input * lanes).enumerate() {
                 let (image, ih) = (place / height.input, place % height.input);
                 let (dy, indices) = (&dy[image * output..][..output], &indices[image * output..][..output]);

@@ -2,6 +2,7 @@
 
 use super::{BLOCK, Cut, Gathered, Level, Map, OPERANDS, Part, TASK, Walk, WalkBlock, gathered};
 use crate::channels::LANES;
+use crate::element::PieceOf;
 use crate::isa::multiversion;
 use crate::profile::span;
 use crate::{Cpu, Element, Result, SliceMut, Stored, dispatch_stored};
@@ -212,7 +213,7 @@ fn fold_part<S: Stored>(
     part.blocks(|block| {
         let values = &mut values[..block.rows * block.columns];
         let operands = gathered(function.operands(), operands, &mut buffers, block);
-        S::read_pieces((cpu, 1), operands, |start, operands| {
+        S::Compute::read((cpu, 1), operands, |start, operands| {
             function.write(cpu, operands, &mut values[start..][..operands[0].len()]);
         });
         let &WalkBlock { rows, columns, out, out_strides, .. } = block;

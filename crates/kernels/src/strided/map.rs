@@ -1,6 +1,7 @@
 //! Functions of one to three elements, and the walk that writes them.
 
 use super::{BLOCK, Cut, Gathered, OPERANDS, TASK, Walk, gathered};
+use crate::element::PieceOf;
 use crate::isa::multiversion;
 use crate::profile::span;
 use crate::{Cpu, Element, Result, SliceMut, Stored, dispatch_stored};
@@ -203,9 +204,9 @@ impl Map {
     fn write_stored<S: Stored>(self, cpu: &Cpu, [a, b, c]: [&[S]; OPERANDS], y: &mut [S]) {
         let on = (cpu, 1);
         match self.operands() {
-            1 => S::write_pieces(on, [a], y, |_, [a], y| self.write(cpu, [a; OPERANDS], y)),
-            2 => S::write_pieces(on, [a, b], y, |_, [a, b], y| self.write(cpu, [a, b, a], y)),
-            _ => S::write_pieces(on, [a, b, c], y, |_, operands, y| self.write(cpu, operands, y)),
+            1 => S::Compute::write(on, [a], y, |_, [a], y| self.write(cpu, [a; OPERANDS], y)),
+            2 => S::Compute::write(on, [a, b], y, |_, [a, b], y| self.write(cpu, [a, b, a], y)),
+            _ => S::Compute::write(on, [a, b, c], y, |_, operands, y| self.write(cpu, operands, y)),
         }
     }
 }
