@@ -34,4 +34,5 @@ mod strided;
 mod tune;
 mod tune_later;
 mod tune_pool;
+mod widen;
 mod winograd;
