@@ -4,10 +4,13 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use convoke_memory::OutOfMemory;
+use half::bf16;
 
 use crate::buffers::Buffer;
 
 mod sealed {
+    use half::bf16;
+
     /// What sums need of a type of numbers.
     pub trait Sealed: Copy {
         /// The type that sums are computed in.
@@ -21,7 +24,7 @@ mod sealed {
     }
 
     macro_rules! sealed {
-        ($number:ty, $wide:ty, $add:expr) => {
+        ($number:ty, $wide:ty, $add:expr, $narrow:expr) => {
             impl Sealed for $number {
                 type Wide = $wide;
 
@@ -34,21 +37,22 @@ mod sealed {
                 }
 
                 fn narrow(sum: $wide) -> $number {
-                    sum as $number
+                    $narrow(sum)
                 }
             }
         };
     }
 
-    sealed!(f32, f64, std::ops::Add::add);
-    sealed!(f64, f64, std::ops::Add::add);
-    sealed!(u64, u64, u64::wrapping_add);
-    sealed!(u8, u8, u8::wrapping_add);
+    sealed!(bf16, f32, std::ops::Add::add, bf16::from_f32);
+    sealed!(f32, f64, std::ops::Add::add, |sum| sum as f32);
+    sealed!(f64, f64, std::ops::Add::add, std::convert::identity);
+    sealed!(u64, u64, u64::wrapping_add, std::convert::identity);
+    sealed!(u8, u8, u8::wrapping_add, std::convert::identity);
 }
 
-/// A type of numbers that ranks exchange: `f32`, `f64`, `u64` or `u8`.
+/// A type of numbers that ranks exchange: `f32`, `f64`, `bf16`, `u64` or `u8`.
 ///
-/// Sums of f32 are taken in f64 and rounded once; sums of integers wrap around.
+/// Sums of f32 are taken in f64, those of bf16 in f32, and each is rounded once; sums of integers wrap around.
 pub trait Number: sealed::Sealed + bytemuck::Pod + Send + Sync {
     /// The name of the type.
     const DTYPE: &'static str;
@@ -56,6 +60,10 @@ pub trait Number: sealed::Sealed + bytemuck::Pod + Send + Sync {
 
 impl Number for f32 {
     const DTYPE: &'static str = "f32";
+}
+
+impl Number for bf16 {
+    const DTYPE: &'static str = "bf16";
 }
 
 impl Number for f64 {

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use convoke_distributed::{Collective, Communicator, Error, Options, Result, run_threads, threads};
 use convoke_testkit::Random;
+use half::bf16;
 use proptest::prelude::*;
 
 /// A timeout so long that only a hang reaches it.
@@ -47,6 +48,21 @@ fn f32_is_summed_in_f64_and_rounded_once() {
         value[0]
     }) {
         assert_eq!(found, values.iter().map(|&x| f64::from(x)).sum::<f64>() as f32);
+    }
+}
+
+#[test]
+fn bf16_is_summed_in_f32_and_rounded_once() {
+    // Rounded after each addition, the small numbers would be lost.
+    let values = [256.0f32, 1.0, 1.0, 0.25].map(bf16::from_f32);
+    for len in [1, 1 << 16] {
+        for found in run(4, |communicator| {
+            let mut values = vec![values[communicator.rank()]; len];
+            communicator.all_reduce("sum", &mut values).unwrap();
+            values
+        }) {
+            assert_eq!(found, vec![bf16::from_f32(258.0); len]);
+        }
     }
 }
 

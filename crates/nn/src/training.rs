@@ -68,6 +68,8 @@ pub struct TrainingConfig {
     /// Whether batch norms take their statistics over the batches of all ranks, once there are several
     /// ([`Trainer::join`]).
     pub sync_bn: bool,
+    /// The type in which gradients travel between ranks: see [`DataParallelOptions::gradients`].
+    pub send_gradients: Precision,
     /// Seed of initial parameters, data order, augmentation and dropout.
     pub seed: u64,
     /// Whether a loss that is not finite is an error, and the norm of gradients that are clipped.
@@ -93,6 +95,7 @@ impl TrainingConfig {
             augmentation: Augmentation::default(),
             mixing: Mixing::default(),
             sync_bn: false,
+            send_gradients: Precision::default(),
             seed: 1,
             stop_on_nan: true,
         }

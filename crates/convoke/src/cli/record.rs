@@ -34,6 +34,8 @@ pub(crate) struct RunRecord {
     pub(crate) batch_size: usize,
     pub(crate) ranks: usize,
     pub(crate) sync_bn: bool,
+    /// The type in which gradients travel between ranks.
+    pub(crate) send_gradients: Precision,
     pub(crate) train_loss: Vec<f64>,
     pub(crate) validation: Vec<ValidationRecord>,
     pub(crate) test_loss: Option<f64>,
@@ -168,6 +170,7 @@ impl Recorder {
             batch_size: config.batch_size,
             ranks: trainer.communicator().world_size(),
             sync_bn: config.sync_bn,
+            send_gradients: config.send_gradients,
             train_loss: trainer.losses()[..steps as usize].to_vec(),
             learning_rates: (0..steps).map(|step| trainer.learning_rate_of(step)).collect(),
             validation: trainer.validations().iter().map(ValidationRecord::from).collect(),

@@ -142,6 +142,7 @@ impl Run {
             augmentation: self.source.augmentation(),
             mixing: Mixing { mixup: self.recipe.mixup, cutmix: self.recipe.cutmix },
             sync_bn: self.ranks.sync_bn,
+            send_gradients: self.ranks.send_gradients,
             stop_on_nan: self.stop_on_nan,
         })
     }

@@ -129,12 +129,16 @@ pub(crate) fn title(run: &RunRecord) -> String {
         (ranks, false) => format!(", {ranks} ranks"),
         (ranks, true) => format!(", {ranks} ranks with synchronized batch norm"),
     };
+    let sent = match (run.ranks, run.send_gradients) {
+        (1, _) | (_, Precision::F32) => String::new(),
+        (_, other) => format!(", gradients sent in {other}"),
+    };
     let precision = match run.precision {
         Precision::F32 => String::new(),
         other => format!(", {other}"),
     };
     format!(
-        "{} on {}, batch {}, {}, {}{precision}{ranks}",
+        "{} on {}, batch {}, {}, {}{precision}{ranks}{sent}",
         run.model,
         run.data,
         thousands(run.batch_size),

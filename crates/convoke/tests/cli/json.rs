@@ -16,6 +16,7 @@ const FIELDS: [&str; 30] = [
     "batch_size",
     "ranks",
     "sync_bn",
+    "send_gradients",
     "train_loss",
     "validation",
     "optimizer",

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use half::bf16;
+
 use crate::message::{Message, Number};
 use crate::{Call, Collective, Error};
 
@@ -114,11 +116,12 @@ pub(super) fn parse(bytes: &[u8]) -> Option<Frame> {
 }
 
 /// The types of numbers, with their bytes.
-const DTYPES: [(&str, usize); 4] = [
+const DTYPES: [(&str, usize); 5] = [
     (f32::DTYPE, size_of::<f32>()),
     (f64::DTYPE, size_of::<f64>()),
     (u64::DTYPE, size_of::<u64>()),
     (u8::DTYPE, size_of::<u8>()),
+    (bf16::DTYPE, size_of::<bf16>()),
 ];
 
 fn size(dtype: &str) -> Option<usize> {

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use convoke_distributed::{Communicator, Error, Options, Result, mpi, run_threads};
 use convoke_testkit::Random;
+use half::bf16;
 
 /// A timeout so long that only a hang reaches it.
 const PATIENT: Options = Options { timeout: Duration::from_secs(60) };
@@ -84,6 +85,11 @@ fn sums(world: &Communicator) -> Said {
     let mut value = [[1.0f32, 5e-8, 5e-8, -1.0][world.rank()]];
     world.all_reduce("f32", &mut value)?;
     assert_eq!(value[0], if size == 4 { 1e-7 } else { 1.0 + 5e-8 });
+    // In f32, rounded once.
+    let numbers = [256.0f32, 1.0, 1.0, 0.25];
+    let mut value = [bf16::from_f32(numbers[world.rank()])];
+    world.all_reduce("bf16", &mut value)?;
+    assert_eq!(value[0], bf16::from_f32(numbers[..size].iter().sum()));
     Ok(None)
 }
 

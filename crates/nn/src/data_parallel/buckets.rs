@@ -7,16 +7,19 @@ use std::time::Instant;
 
 use convoke_autograd::{DType, Error, Gradients, MemoryFormat, Result, Tensor};
 use convoke_distributed::{Communicator, Traffic};
+use convoke_kernels::convert::convert;
 use convoke_kernels::{Slice, SliceMut};
 
-use super::{NAME, all_reduce, failed};
-use crate::Parameter;
+use super::{DataParallelOptions, NAME, all_reduce, failed};
+use crate::{Parameter, Precision};
 
 /// Parameters whose gradients travel together.
 struct Bucket {
     /// For messages: the first parameter's path, and how many other parameters there are.
     name: String,
     dtype: DType,
+    /// The type in which its gradients travel.
+    sent: DType,
     /// Indices of the parameters.
     members: Vec<usize>,
 }
@@ -68,9 +71,9 @@ impl Reducer {
     pub(super) fn new(
         parameters: Vec<(String, Parameter)>,
         communicator: &Communicator,
-        bucket_bytes: usize,
+        options: DataParallelOptions,
     ) -> Result<Reducer> {
-        let buckets = buckets(&parameters, bucket_bytes)?;
+        let buckets = buckets(&parameters, options)?;
         // Gradients and synchronized layers communicate at the same time, so gradients need a communicator of their own.
         let communicator = communicator.split("gradients", 0).map_err(failed(NAME))?;
         let (jobs, to_do) = channel::<Job>();
@@ -201,7 +204,10 @@ fn ended() -> Error {
 }
 
 /// Parameters in buckets of one type and at most `bucket_bytes` bytes (a larger parameter is alone), the last ones first.
-fn buckets(parameters: &[(String, Parameter)], bucket_bytes: usize) -> Result<Vec<Arc<Bucket>>> {
+fn buckets(
+    parameters: &[(String, Parameter)],
+    DataParallelOptions { bucket_bytes, gradients }: DataParallelOptions,
+) -> Result<Vec<Arc<Bucket>>> {
     let mut found: Vec<(Bucket, usize)> = Vec::new();
     for (index, (name, parameter)) in parameters.iter().enumerate().rev() {
         let value = parameter.value();
@@ -214,7 +220,10 @@ fn buckets(parameters: &[(String, Parameter)], bucket_bytes: usize) -> Result<Ve
                 bucket.members.push(index);
                 *held += bytes;
             }
-            _ => found.push((Bucket { name: name.clone(), dtype, members: vec![index] }, bytes)),
+            _ => {
+                let sent = if gradients == Precision::Bf16 { DType::BF16 } else { dtype };
+                found.push((Bucket { name: name.clone(), dtype, sent, members: vec![index] }, bytes));
+            }
         }
     }
     let named = |(mut bucket, _): (Bucket, usize)| {
@@ -233,7 +242,7 @@ impl Job {
         let numbers: usize = self.parts.iter().map(|part| part.like.len()).sum();
         // After the gradients comes one number per parameter: how many ranks have a gradient for it.
         let device = self.parts[0].like.device();
-        let mut message = device.buffer(self.bucket.dtype, numbers + self.parts.len())?;
+        let mut message = device.buffer(self.bucket.sent, numbers + self.parts.len())?;
         let mut begin = 0;
         for (part, owner) in self.parts.iter().zip(numbers..) {
             let place = begin..begin + part.like.len();
@@ -242,7 +251,7 @@ impl Job {
                 // Sent in contiguous order: ranks may hold their parameters in different formats.
                 Some(gradient) => {
                     let gradient = gradient.detach().to_format(MemoryFormat::Contiguous)?;
-                    message.elements_mut().part(place).copy_from(gradient.elements()?)?;
+                    convert(device.compute(), gradient.elements()?, message.elements_mut().part(place))?;
                 }
                 None => message.elements_mut().part(place).fill(0.0),
             }
@@ -256,7 +265,7 @@ impl Job {
             let place = begin..begin + part.like.len();
             begin = place.end;
             if message.at(owner) != 0.0 {
-                part.take(message.part(place))?;
+                part.take(message.part(place), self.bucket.dtype)?;
             }
         }
         Ok(self)
@@ -264,18 +273,16 @@ impl Job {
 }
 
 impl Part {
-    /// Takes the sum, in the buffer of this rank's gradient if it has one.
-    fn take(&mut self, sum: Slice<'_>) -> Result<()> {
+    /// Takes the sum as a gradient of this type, in the buffer of this rank's gradient if it has one.
+    fn take(&mut self, sum: Slice<'_>, dtype: DType) -> Result<()> {
+        let device = self.like.device();
+        let write = |gradient: SliceMut<'_>| Ok(convert(device.compute(), sum, gradient)?);
         let gradient = match self.gradient.take() {
             Some(mut gradient) if gradient.format() == MemoryFormat::Contiguous => {
-                gradient.update_elements(|gradient| Ok(gradient.copy_from(sum)?))?;
+                gradient.update_elements(write)?;
                 gradient
             }
-            _ => {
-                let of = (self.like.device(), sum.dtype());
-                let write = |gradient: SliceMut<'_>| Ok(gradient.copy_from(sum)?);
-                Tensor::build_elements(of, self.like.shape(), MemoryFormat::Contiguous, write)?
-            }
+            _ => Tensor::build_elements((device, dtype), self.like.shape(), MemoryFormat::Contiguous, write)?,
         };
         self.gradient = Some(gradient);
         Ok(())

@@ -6,11 +6,12 @@ mod share;
 
 use std::sync::{Mutex, PoisonError};
 
-use convoke_autograd::{BackwardOptions, Error, Gradients, Result, Tensor, dispatch};
+use convoke_autograd::{BackwardOptions, DType, Error, Gradients, Result, Tensor, dispatch};
 use convoke_distributed::{Communicator, Traffic};
 use convoke_kernels::SliceMut;
+use half::bf16;
 
-use crate::{Module, ModuleExt};
+use crate::{Module, ModuleExt, Precision};
 use buckets::Reducer;
 
 pub(crate) use sampler::shard_sizes;
@@ -25,12 +26,16 @@ const NAME: &str = "data parallel";
 pub struct DataParallelOptions {
     /// The most bytes of gradients that are sent in one message; a single larger gradient has its own message.
     pub bucket_bytes: usize,
+    /// The type in which gradients travel. In bf16 a rank's gradient is rounded before it is sent, and the sum of all ranks once more, both
+    /// to 8 binary digits; half of the bytes are sent.
+    pub gradients: Precision,
 }
 
 impl Default for DataParallelOptions {
-    /// 4 MiB: large enough that a message's fixed cost vanishes, small enough that the first one leaves early in backward.
+    /// 4 MiB: large enough that a message's fixed cost vanishes, small enough that the first one leaves early in backward. Gradients travel
+    /// as they are.
     fn default() -> DataParallelOptions {
-        DataParallelOptions { bucket_bytes: 4 << 20 }
+        DataParallelOptions { bucket_bytes: 4 << 20, gradients: Precision::F32 }
     }
 }
 
@@ -85,7 +90,7 @@ impl DataParallel {
             return Ok(DataParallel { communicator, reducer: Mutex::new(None) });
         }
         share_state(model, &communicator)?;
-        let reducer = Reducer::new(model.parameters(), &communicator, options.bucket_bytes)?;
+        let reducer = Reducer::new(model.parameters(), &communicator, options)?;
         Ok(DataParallel { communicator, reducer: Mutex::new(Some(reducer)) })
     }
 
@@ -234,7 +239,9 @@ pub(crate) fn all_reduce(
     (ranks, name): (&Communicator, &str),
     values: SliceMut<'_>,
 ) -> Result<()> {
-    dispatch!(operation, values.dtype(), T => {
-        ranks.all_reduce(name, values.of::<T>()?).map_err(failed(operation))
-    })
+    let reduced = match values.dtype() {
+        DType::BF16 => ranks.all_reduce(name, values.of::<bf16>()?),
+        dtype => dispatch!(operation, dtype, T => ranks.all_reduce(name, values.of::<T>()?)),
+    };
+    reduced.map_err(failed(operation))
 }

@@ -45,8 +45,11 @@ impl Trainer {
         if several {
             self.check_same_run(communicator)?;
             self.share_run(communicator)?;
-            self.parallel =
-                DataParallel::new(self.model.as_ref(), communicator, DataParallelOptions::default())?;
+            let options = DataParallelOptions {
+                gradients: self.config.send_gradients,
+                ..DataParallelOptions::default()
+            };
+            self.parallel = DataParallel::new(self.model.as_ref(), communicator, options)?;
         }
         if let Some(plan) = plan.filter(|_| communicator.rank() == 0) {
             self.set_memory_plan(plan)?;

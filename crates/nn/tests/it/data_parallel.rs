@@ -15,8 +15,9 @@ use convoke_nn::modules::{
     LogSoftmax, Relu, Sequential,
 };
 use convoke_nn::training::{Evaluation, Trainer, TrainingConfig, TrainingError};
-use convoke_nn::{Forward, Module, ModuleExt, Optimizer, Rule};
+use convoke_nn::{Forward, Module, ModuleExt, Optimizer, Precision, Rule};
 use convoke_testkit::{Failures, check_relative_to_max, normal};
+use half::bf16;
 
 const OPTIONS: Options = Options { timeout: Duration::from_secs(60) };
 
@@ -25,7 +26,7 @@ fn device() -> Device {
 }
 
 /// Buckets that hold one or two of the small model's gradients.
-const SMALL: DataParallelOptions = DataParallelOptions { bucket_bytes: 200 };
+const SMALL: DataParallelOptions = DataParallelOptions { bucket_bytes: 200, gradients: Precision::F32 };
 
 /// Two images-to-classes blocks, for images of 2 x 6 x 6 in 3 classes.
 fn model(device: &Device, seed: u64) -> Sequential {
@@ -95,7 +96,9 @@ fn ranks_together_give_the_gradients_of_one() {
         &[1, 2, 3, 4, 5, 6, 7, 10],
     ];
     for cuts in splits {
-        for options in [SMALL, DataParallelOptions::default(), DataParallelOptions { bucket_bytes: 0 }] {
+        for options in
+            [SMALL, DataParallelOptions::default(), DataParallelOptions { bucket_bytes: 0, ..SMALL }]
+        {
             let found = run_threads(cuts.len(), &OPTIONS, |ranks| {
                 let device = device();
                 // Every rank starts elsewhere: rank 0's values count.
@@ -165,6 +168,43 @@ fn accumulated_gradients_meet_once() {
             let half: Vec<f64> = found.as_ref().unwrap().iter().map(|value| value / 2.0).collect();
             check_relative_to_max(&half, &expected.unwrap(), 1e-12)
                 .unwrap_or_else(|error| panic!("{name}: {error}"));
+        }
+    }
+}
+
+#[test]
+fn gradients_that_travel_in_bf16_are_rounded_on_each_rank_and_once_more() {
+    for bucket_bytes in [200, 4 << 20] {
+        let found = run_threads(3, &OPTIONS, |ranks| {
+            let device = device();
+            let model = linear(&device, 3);
+            let sent = |precision: Precision| {
+                let options = DataParallelOptions { bucket_bytes, gradients: precision };
+                let parallel = DataParallel::new(&model, &ranks, options).unwrap();
+                let own = || {
+                    let (images, labels) = images(&device, 3 * ranks.rank(), 3 * ranks.rank() + 3);
+                    let output = model.forward(&images).unwrap();
+                    let sum = nll_loss(&output, &labels, Reduction::Sum, None).unwrap();
+                    parallel.mean(&sum, 3).unwrap().backward_no_sync().unwrap()
+                };
+                let (alone, before) = (gradients(&model, &own()), parallel.traffic().bytes);
+                let all = parallel.all_reduce(own()).unwrap();
+                (alone, gradients(&model, &all), parallel.traffic().bytes - before)
+            };
+            let (exact, rounded) = (sent(Precision::F32), sent(Precision::Bf16));
+            // The gradients are f64; both times the loss is sent, too.
+            assert!(rounded.2 < exact.2 / 3, "{} and {} bytes", rounded.2, exact.2);
+            (exact.0, rounded.1)
+        })
+        .unwrap();
+        for (index, (name, sum)) in found[0].1.iter().enumerate() {
+            let own = |rank: usize| found[rank].0[index].1.as_ref().unwrap();
+            let expected = (0..own(0).len()).map(|place| {
+                let sum: f32 = (0..3).map(|rank| bf16::from_f64(own(rank)[place]).to_f32()).sum();
+                f64::from(bf16::from_f32(sum))
+            });
+            assert_eq!(sum.as_ref().unwrap(), &expected.collect::<Vec<f64>>(), "{name}");
+            assert!(found.iter().all(|rank| rank.1[index].1 == *sum), "{name} differs between ranks");
         }
     }
 }

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use clap::{Args, value_parser};
 
-use super::values::seconds;
+use super::values::{precision, seconds};
+use crate::nn::Precision;
 
 /// Which ranks take part in a training run.
 #[derive(Args)]
@@ -22,6 +23,11 @@ pub(crate) struct RankArgs {
     /// rank.
     #[arg(long, help_heading = "Ranks")]
     pub(crate) sync_bn: bool,
+
+    /// Type in which gradients travel between ranks: bf16 halves the bytes, and rounds each rank's gradients and their sum to 8
+    /// binary digits.
+    #[arg(long, value_name = "PRECISION", value_parser = precision(), default_value = "f32", help_heading = "Ranks")]
+    pub(crate) send_gradients: Precision,
 
     /// Seconds that a rank waits for a sign of life of other ranks before it gives up; the first rank gives such signs while it
     /// measures and loads.

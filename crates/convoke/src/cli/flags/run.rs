@@ -268,7 +268,7 @@ impl RunArgs {
             seed,
             threads: _,
             continue_on_nan,
-            ranks: RankArgs { ranks: _, mpi: _, sync_bn, rank_timeout },
+            ranks: RankArgs { ranks: _, mpi: _, sync_bn, send_gradients, rank_timeout },
             memory:
                 MemoryArgs {
                     memory_budget,
@@ -298,6 +298,7 @@ impl RunArgs {
             ("--seed", seed.to_string()),
             ("--continue-on-nan", continue_on_nan.to_string()),
             ("--sync-bn", sync_bn.to_string()),
+            ("--send-gradients", send_gradients.to_string()),
             ("--rank-timeout", rank_timeout.as_secs_f64().to_string()),
             ("--memory-budget", given(memory_budget)),
             ("--memory-plan", given(&memory_plan.as_ref().map(|file| file.display()))),
