@@ -319,10 +319,10 @@ def test_a_region_of_autocast_inside_a_model():
     assert convolutions(found) == (2, 2) and in_convoke(found) >= 2
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_models_in_half_precision_are_pytorch_s(dtype):
-    expected, found = pair(Small().to(dtype))
-    check(found(images(dtype=dtype)), expected(images(dtype=dtype)), 2e-2)
+def test_models_in_half_precision_are_pytorch_s():
+    expected, found = pair(Small().half())
+    x = images(dtype=torch.float16)
+    check(found(x), expected(x), 2e-2)
     assert not in_convoke(found) and reasons_of(captures(found))
 
 

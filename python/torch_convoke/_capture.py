@@ -343,11 +343,14 @@ class Support:
         self._keep_lists_together(graph)
 
     def _dtype(self, graph: torch.fx.Graph) -> torch.dtype:
-        """The type that convoke computes in: that of the first parameter or input in a type that it has."""
+        """The type that convoke computes in: that of the first parameter or input in a type that it has; float32 if all are bfloat16."""
         tensors = [example(node) for node in self.kinds]
-        found = [tensor.dtype for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.dtype in DTYPES]
+        types = [tensor.dtype for tensor in tensors if isinstance(tensor, torch.Tensor)]
+        found = [dtype for dtype in types if dtype in DTYPES]
         if not found:
-            raise LeftAlone("it computes in neither float32 nor float64")
+            if torch.bfloat16 in types:
+                return torch.float32
+            raise LeftAlone("it computes in none of float32, float64 and bfloat16")
         parameters = [tensor.dtype for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
         return next((dtype for dtype in parameters if dtype in DTYPES), found[0])
 
@@ -362,9 +365,6 @@ class Support:
             for part in tensor if isinstance(tensor, (tuple, list)) else [tensor]:
                 if isinstance(part, torch.Tensor):
                     self._check_tensor(part)
-        for read in node.all_input_nodes:
-            if self.kinds.get(read) in ("parameter", "statistic") and example(read).dtype is not self.dtype:
-                raise Unsupported(f"a parameter is of type {str(example(read).dtype).removeprefix('torch.')}")
         translator = Translator(self.kinds, self.names, None)
         if node.target is operator.getitem and isinstance(tensors[0], (tuple, list)):
             if node.args[0] not in self.supported:

@@ -91,6 +91,7 @@ class Specialization:
         self, subgraph: Subgraph, engine: _engine.Engine, sizes: dict[Any, int], values: dict[str, torch.Tensor]
     ):
         """`sizes` has the values of the graph's symbols, `values` the parameters and statistics by name."""
+        self.subgraph = subgraph
         nodes = subgraph.placeholders
         translator = _capture.Translator(subgraph.kinds, subgraph.names, sizes)
         for node in subgraph.body:
@@ -113,14 +114,13 @@ class Specialization:
             engine,
             self.definition,
             _capture.DTYPES[dtype],
-            {name: capsule(value.detach()) for name, value in values.items()},
+            {name: capsule(self._wide(value)) for name, value in values.items()},
             {
                 "works_in_channels_last": _works_in_channels_last(subgraph, translator.inputs, self.formats, sizes),
                 "outputs_in_channels_last": self.formats,
             },
         )
         self.engine, self.sizes = engine, sizes
-        self.subgraph = subgraph
         #: How many times it was called.
         self.calls = 0
         #: Whether it was decided what its blocks keep.
@@ -179,8 +179,8 @@ class Specialization:
         """Outputs and the tape for the subgraph's arguments, of which some need gradients."""
         tensors = self.tensors(args)
         count = len(self.input_places)
-        capsules = [capsule(tensor.detach()) for tensor in tensors]
-        inputs = capsules[:count]
+        inputs = [capsule(tensor.detach()) for tensor in tensors[:count]]
+        state = [capsule(self._wide(tensor)) for tensor in tensors[count:]]
         # Drawn as PyTorch's dropout draws, so that the same seed drops the same elements.
         for (shape, p, dtype), axes in zip(self.noises, self.noise_axes):
             noise = torch.empty_permuted(shape, axes, dtype=dtype)
@@ -188,7 +188,7 @@ class Specialization:
         needed = [needs[place] for place in self.input_places] + [False] * len(self.noises)
         needed += [isinstance(part, int) and needs[part] for part in self.state]
         with _threads.running:
-            outputs, statistics, tape = self.graph.forward(inputs, capsules[count:], needed)
+            outputs, statistics, tape = self.graph.forward(inputs, state, needed)
         if statistics:
             old, new = [], []
             for place, values in statistics:
@@ -217,8 +217,12 @@ class Specialization:
         result: list[torch.Tensor | None] = [None] * len(self.subgraph.placeholders)
         for place, gradient in zip([*self.input_places, *self.state], found):
             if gradient is not None:
-                result[place] = from_dlpack(gradient)
+                result[place] = from_dlpack(gradient).to(_capture.example(self.subgraph.placeholders[place]).dtype)
         return result
+
+    def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the state in the type that convoke computes in: parameters of bfloat16 are copied."""
+        return tensor.detach().to(self.subgraph.dtype)
 
 
 class Timer:
