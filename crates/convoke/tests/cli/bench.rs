@@ -193,7 +193,7 @@ fn bad_usage() {
         (&[SMALL, "--format", "chwn"], &["--format", "nchw, nhwc"]),
         (&[SMALL, "--effort", "heuristic"], &["--effort", "measure, exhaustive"]),
         (&[SMALL, "--workspace-limit", "much"], &["--workspace-limit", "'much'"]),
-        (&[SMALL, "--accuracy", "high"], &["--accuracy", "strict, standard, relaxed"]),
+        (&[SMALL, "--accuracy", "high"], &["--accuracy", "strict, standard, relaxed, rounded"]),
         (&["--suite", &bad], &["bad.txt", "line 4", "mb1ic4oops"]),
         (&["--suite", &empty], &["empty.txt", "no problem"]),
     ];

@@ -59,11 +59,13 @@ fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
 }
 
 /// Every algorithm: each of the repertoire, followed by the algorithms derived from it (`NAME+relayout`, `NAME+swap`,
-/// `NAME+phases`, `NAME+widen`), those of bf16, which need none of these, and last the reference.
+/// `NAME+phases`, `NAME+widen`), those of units that multiply bf16, which need none of these, and last the
+/// reference.
 pub fn algorithms() -> &'static [Arc<dyn ConvAlgorithm>] {
     static ALGORITHMS: LazyLock<Vec<Arc<dyn ConvAlgorithm>>> = LazyLock::new(|| {
         let mut algorithms: Vec<_> = repertoire().into_iter().flat_map(with_derived).collect();
         algorithms.extend(Unit::ALL.map(|unit| Arc::new(bf16::Bf16(unit)) as Arc<dyn ConvAlgorithm>));
+        algorithms.extend(bf16::split::algorithms());
         algorithms.push(Arc::new(reference::Reference));
         algorithms
     });

@@ -25,17 +25,41 @@ pub enum Accuracy {
     /// Also transforms whose errors are of the same size in practice: Winograd F(2x2) and F(4x4), FFT.
     #[default]
     Standard,
-    /// Also transforms with errors some ten times larger: Winograd F(6x6).
+    /// Also with errors some ten times larger: Winograd F(6x6), products of f32 as three of bf16.
     Relaxed,
+    /// Also products of f32 that are rounded to bf16, with 8 binary digits; sums are f32.
+    Rounded,
+}
+
+impl Accuracy {
+    /// Every class, the strictest first.
+    pub const ALL: [Accuracy; 4] =
+        [Accuracy::Strict, Accuracy::Standard, Accuracy::Relaxed, Accuracy::Rounded];
+
+    /// The name in caches.
+    pub fn name(self) -> &'static str {
+        match self {
+            Accuracy::Strict => "strict",
+            Accuracy::Standard => "standard",
+            Accuracy::Relaxed => "relaxed",
+            Accuracy::Rounded => "rounded",
+        }
+    }
+
+    /// The largest error that the class allows, relative to the largest value, where `rounding` is that of direct convolution.
+    pub fn tolerance(self, rounding: f64) -> f64 {
+        match self {
+            Accuracy::Strict | Accuracy::Standard => rounding,
+            Accuracy::Relaxed => 16.0 * rounding,
+            // Two operands, each rounded by less than half of a unit in the last of 8 digits.
+            Accuracy::Rounded => 16.0 * rounding + 2f64.powi(-7),
+        }
+    }
 }
 
 impl std::fmt::Display for Accuracy {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Accuracy::Strict => "strict",
-            Accuracy::Standard => "standard",
-            Accuracy::Relaxed => "relaxed",
-        })
+        f.write_str(self.name())
     }
 }
 

@@ -178,8 +178,7 @@ impl Oracle {
         let errors = self.offsets.iter().zip(&self.expected);
         let error = errors.map(|(&offset, expected)| (output[offset].f64() - expected).abs());
         let error = error.fold(0.0, f64::max) / self.scale;
-        let class = if accuracy == Accuracy::Relaxed { 16.0 } else { 1.0 };
-        if error <= class * self.tolerance {
+        if error <= accuracy.tolerance(self.tolerance) {
             Ok(error)
         } else {
             Err(format!("wrong: the error relative to the largest value is {error:.1e}"))

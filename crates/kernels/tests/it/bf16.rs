@@ -16,38 +16,39 @@ fn case(problem: &str, seed: u64) -> ConvCase {
     case
 }
 
-/// Whether this machine has the unit of an algorithm; says so if not.
-fn is_here(name: &str) -> bool {
+/// Whether this machine has the unit of an algorithm for this type; says so if not.
+fn is_here(name: &str, dtype: DType) -> bool {
     let algorithm = conv::algorithm(name).unwrap();
     let found = case("mb1ic4ih3oc4kh2", 1).check(
         algorithm,
         Pass::Forward,
         MemoryFormat::ChannelsLast,
-        (DType::BF16, &Cpu::single()),
+        (dtype, &Cpu::single()),
         &[0.0; 16],
     );
     found.inspect_err(|reason| println!("{name} is not tested: {reason}")).is_ok()
 }
 
+/// Bands of lines, several images of a task, few and many channels, strides, weights that are larger than images.
+const PROBLEMS: [&str; 12] = [
+    "mb2ic16ih70iw90oc16oh70ow90kh3ph1",
+    "mb3ic48ih40oc16oh40kh3ph1",
+    "mb2ic32ih26oc64oh24kh3",
+    "mb5ic24ih33oc40oh17kh3sh2ph1",
+    "mb1ic3ih64oc40oh32kh7sh2ph3",
+    "mb9ic1ih28oc32oh26kh3",
+    "mb20ic300ih1iw3oc70kh1",
+    "mb40ic20ih9oc33oh9kh3ph1",
+    "mb2ic128ih6oc160oh6kh3ph1",
+    "mb3ic290ih8oc40oh8kh3ph1",
+    "mb2ic12ih40oc20oh40kh5ph2",
+    "mb4ic40ih31oc64oh16kh1sh2",
+];
+
 #[test]
 fn problems_in_several_parts() {
-    // Bands of lines, several images of a task, few and many channels, strides, weights that are larger than images.
-    const PROBLEMS: [&str; 12] = [
-        "mb2ic16ih70iw90oc16oh70ow90kh3ph1",
-        "mb3ic48ih40oc16oh40kh3ph1",
-        "mb2ic32ih26oc64oh24kh3",
-        "mb5ic24ih33oc40oh17kh3sh2ph1",
-        "mb1ic3ih64oc40oh32kh7sh2ph3",
-        "mb9ic1ih28oc32oh26kh3",
-        "mb20ic300ih1iw3oc70kh1",
-        "mb40ic20ih9oc33oh9kh3ph1",
-        "mb2ic128ih6oc160oh6kh3ph1",
-        "mb3ic290ih8oc40oh8kh3ph1",
-        "mb2ic12ih40oc20oh40kh5ph2",
-        "mb4ic40ih31oc64oh16kh1sh2",
-    ];
     let mut failures = Failures::new("problems in bf16");
-    for name in NAMES.into_iter().filter(|name| is_here(name)) {
+    for name in NAMES.into_iter().filter(|name| is_here(name, DType::BF16)) {
         for (problem, seed) in PROBLEMS.into_iter().zip(1..) {
             let case = case(problem, seed);
             for pass in Pass::ALL {
@@ -56,6 +57,32 @@ fn problems_in_several_parts() {
                     let on = (DType::BF16, &Cpu::new(threads).unwrap());
                     failures.run(format!("{name} {pass} {problem} {threads}"), || {
                         let algorithm = conv::algorithm(name).unwrap();
+                        let checked = case.check(algorithm, pass, MemoryFormat::ChannelsLast, on, &expected);
+                        checked.map_err(|reason| reason.to_string())?.map_err(|mismatch| mismatch.to_string())
+                    });
+                }
+            }
+        }
+    }
+    failures.finish();
+}
+
+/// Three products for each of f32, or one of rounded numbers: errors are those of the algorithm's class.
+#[test]
+fn products_of_f32() {
+    const GROUPED: [&str; 3] =
+        ["g4mb2ic24ih20oc32oh20kh3ph1", "g2mb3ic20ih17oc70oh9kh5sh2ph2", "g3mb1ic99ih9oc12kh1"];
+    const NAMES: [&str; 4] = ["bf16-dot-split", "bf16-amx-split", "bf16-dot-rounded", "bf16-amx-rounded"];
+    let mut failures = Failures::new("problems in f32");
+    for name in NAMES.into_iter().filter(|name| is_here(name, DType::F32)) {
+        let algorithm = conv::algorithm(name).unwrap();
+        for (problem, seed) in PROBLEMS.into_iter().chain(GROUPED).zip(1..) {
+            let case = ConvCase::new(&problem.parse().unwrap(), seed);
+            for pass in Pass::ALL {
+                let expected = case.expected(pass);
+                for threads in 1..=3 {
+                    let on = (DType::F32, &Cpu::new(threads).unwrap());
+                    failures.run(format!("{name} {pass} {problem} {threads}"), || {
                         let checked = case.check(algorithm, pass, MemoryFormat::ChannelsLast, on, &expected);
                         checked.map_err(|reason| reason.to_string())?.map_err(|mismatch| mismatch.to_string())
                     });
@@ -76,7 +103,7 @@ fn what_is_not_finite_reaches_only_what_reads_it() {
         "mb2ic3ih11oc16oh6kh3sh2ph1",
         "mb2ic64ih9oc8oh9kh3ph1",
     ];
-    for name in NAMES.into_iter().filter(|name| is_here(name)) {
+    for name in NAMES.into_iter().filter(|name| is_here(name, DType::BF16)) {
         let algorithm = conv::algorithm(name).unwrap();
         for problem in PROBLEMS {
             let mut case = case(problem, 3);

@@ -83,7 +83,5 @@ fn newcomer(record: &Record, isa: Isa) -> Option<String> {
 }
 
 fn accuracy(name: &str) -> Option<Accuracy> {
-    [Accuracy::Strict, Accuracy::Standard, Accuracy::Relaxed]
-        .into_iter()
-        .find(|class| class.to_string() == name)
+    Accuracy::ALL.into_iter().find(|class| class.to_string() == name)
 }

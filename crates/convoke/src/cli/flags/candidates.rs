@@ -6,10 +6,11 @@ use crate::cli::failure::Result;
 use crate::conv::Accuracy;
 use crate::tune::TunerOptions;
 use bytesize::ByteSize;
-use clap::{Args, ValueEnum, value_parser};
+use clap::{Args, value_parser};
 
 use super::threads;
 use super::tuning::Effort;
+use super::values::accuracy;
 
 /// Which algorithms may be chosen, and how many threads they have.
 #[derive(Args)]
@@ -23,9 +24,9 @@ pub(crate) struct CandidateArgs {
     pub(crate) skip: Vec<String>,
 
     /// The least accurate class of algorithms that may be used: plain sums of products (strict), also transforms whose errors are
-    /// of the same size (standard), also transforms whose errors are some ten times larger (relaxed).
-    #[arg(long, value_enum, default_value_t = AccuracyName::Standard, help_heading = "Candidates")]
-    pub(crate) accuracy: AccuracyName,
+    /// of the same size (standard), also what has errors some ten times larger (relaxed), also products rounded to bf16 (rounded).
+    #[arg(long, value_parser = accuracy(), default_value = "standard", help_heading = "Candidates")]
+    pub(crate) accuracy: Accuracy,
 
     /// Only algorithms that give the same bits each time.
     #[arg(long, help_heading = "Candidates")]
@@ -38,13 +39,6 @@ pub(crate) struct CandidateArgs {
     /// Threads that kernels use [default: all of this machine's]. If there are more than processors, they wait for each other.
     #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=1024), help_heading = "Candidates")]
     pub(crate) threads: Option<u16>,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum AccuracyName {
-    Strict,
-    Standard,
-    Relaxed,
 }
 
 impl CandidateArgs {
@@ -60,11 +54,7 @@ impl CandidateArgs {
     pub(crate) fn options(&self, effort: Effort) -> TunerOptions {
         TunerOptions {
             effort: effort.into(),
-            accuracy: match self.accuracy {
-                AccuracyName::Strict => Accuracy::Strict,
-                AccuracyName::Standard => Accuracy::Standard,
-                AccuracyName::Relaxed => Accuracy::Relaxed,
-            },
+            accuracy: self.accuracy,
             deterministic: self.deterministic,
             workspace_limit: usize::try_from(self.workspace_limit.as_u64()).unwrap_or(usize::MAX),
             only: self.only.clone(),

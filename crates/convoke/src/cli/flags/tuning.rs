@@ -12,7 +12,8 @@ use crate::tune::{self, Event, Source, Tuner, TunerOptions, Tuning};
 use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
 
-use super::values::seconds_or_none;
+use super::values::{accuracy, seconds_or_none};
+use crate::conv::Accuracy;
 
 /// How a training run chooses convolution algorithms.
 #[derive(Args)]
@@ -34,6 +35,12 @@ pub(crate) struct TuningArgs {
     /// Use only algorithms that give the same bits each time.
     #[arg(long, help_heading = "Convolutions")]
     pub(crate) deterministic: bool,
+
+    /// How far the errors of convolutions may exceed those of plain sums: not at all (strict), in transforms with errors of the same size
+    /// (standard), some ten times (relaxed: on processors that multiply bf16, three such products stand for one of f32), or as far as
+    /// numbers rounded to bf16 have them (rounded).
+    #[arg(long, value_parser = accuracy(), default_value = "standard", help_heading = "Convolutions")]
+    pub(crate) accuracy: Accuracy,
 
     /// The most workspace (scratch memory) that one convolution may use.
     #[arg(long, value_name = "SIZE", default_value = "256MiB", help_heading = "Convolutions")]
@@ -81,6 +88,7 @@ impl TuningArgs {
         let options = TunerOptions {
             effort: self.effort.into(),
             frozen: self.frozen,
+            accuracy: self.accuracy,
             deterministic: self.deterministic,
             workspace_limit: usize::try_from(self.workspace_limit.as_u64()).unwrap_or(usize::MAX),
             total_budget: self.tune_budget,

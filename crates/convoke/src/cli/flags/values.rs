@@ -5,6 +5,7 @@ use std::time::Duration;
 use clap::ValueEnum;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 
+use crate::conv::Accuracy;
 use crate::nn::Precision;
 
 /// The name of a flag's value on the command line.
@@ -31,6 +32,15 @@ pub(crate) fn positive(text: &str) -> Result<f64, String> {
 pub(crate) fn precision() -> impl TypedValueParser<Value = Precision> {
     let named = |name: String| name.parse().expect("one of the names");
     PossibleValuesParser::new(Precision::ALL.map(Precision::name)).map(named)
+}
+
+/// Reads the name of a class of accuracy.
+pub(crate) fn accuracy() -> impl TypedValueParser<Value = Accuracy> {
+    let named = |name: String| {
+        let found = Accuracy::ALL.into_iter().find(|class| class.name() == name);
+        found.expect("one of the names")
+    };
+    PossibleValuesParser::new(Accuracy::ALL.map(Accuracy::name)).map(named)
 }
 
 /// Height and width of images.

@@ -10,7 +10,7 @@ use half::bf16;
 
 use super::lines::{Lines, are_finite};
 use super::pack::{Weights, pack_weights};
-use super::unit::{Factors, GROUP, ROWS, Ready, SECOND, SIDE, Sums, Unit};
+use super::unit::{Factors, GROUP, ROWS, Ready, SECOND, SIDE, Sums, Target, Unit};
 use crate::Cpu;
 use crate::conv::direct::geometry::Phase;
 use crate::conv::problem::{ConvAxis, ConvProblem, Pass};
@@ -224,18 +224,18 @@ impl Correlate {
         });
     }
 
-    pub(super) fn run(
+    pub(super) fn run<T: Target>(
         &self,
         cpu: &Cpu,
         (source, weight): (&[bf16], &[f32]),
-        target: &mut [bf16],
+        target: &mut [T],
         workspace: &mut [f32],
     ) {
         let (panels, rows) =
             bytemuck::cast_slice_mut::<f32, bf16>(aligned(workspace)).split_at_mut(self.panels);
         self.pack(cpu, weight, panels);
         if !self.complete {
-            cpu.for_each(target.len(), target.chunks_mut(1 << 16), |chunk| chunk.fill(bf16::ZERO));
+            cpu.for_each(target.len(), target.chunks_mut(1 << 16), |chunk| chunk.fill(T::of(0.0)));
         }
         let (panels, target) = (&*panels, Shared::new(target));
         let mut at = 0;
@@ -326,16 +326,16 @@ fn lattice(
 }
 
 /// Some target pixels of a lattice.
-struct Task<'a> {
+struct Task<'a, T> {
     of: &'a Correlate,
     lattice: &'a Lattice,
     source: &'a [bf16],
     panels: &'a [bf16],
-    target: Shared<'a, bf16>,
+    target: Shared<'a, T>,
     ready: Ready,
 }
 
-impl Task<'_> {
+impl<T: Target> Task<'_, T> {
     /// `memory` has [`Correlate::rows`] elements.
     fn run(&self, cpu: &Cpu, part: Range<usize>, memory: &mut [bf16]) {
         if let Some(lines) = &self.lattice.lines
@@ -457,7 +457,7 @@ impl Task<'_> {
         // lattices, are different, so no other task writes to these pixels.
         unsafe {
             let to = self.target.pointer(origin + group * channels + block * SIDE);
-            self.ready.narrow(sums, to, places, columns);
+            T::write(&self.ready, sums, to, places, columns);
         }
     }
 

@@ -14,6 +14,7 @@
 mod correlate;
 mod lines;
 mod pack;
+pub(super) mod split;
 mod taps;
 mod unit;
 mod weights;
@@ -21,6 +22,8 @@ mod weights;
 use std::sync::Arc;
 
 use correlate::Correlate;
+use half::bf16;
+use unit::Target;
 pub(crate) use unit::Unit;
 use weights::WeightSums;
 
@@ -63,35 +66,66 @@ impl ConvAlgorithm for Bf16 {
             return not(&format!("needs {}", self.0.name()));
         }
         check_shape(problem)?;
-        let planned = match pass {
-            Pass::BackwardWeights => WeightSums::new(problem, self.0, cpu)
-                .and_then(|sums| Some((sums.workspace_len()?, Kernel::Weights(sums)))),
-            _ => Correlate::new(problem, pass, (self.0, cpu))
-                .and_then(|correlate| Some((correlate.workspace_len(cpu)?, Kernel::Correlate(correlate)))),
-        };
-        match planned.filter(|(len, _)| *len <= MOST_ELEMENTS) {
+        match kernel(problem, pass, (self.0, cpu)) {
             Some((len, kernel)) => {
                 let plan = ConvPlan::new(self, (problem, pass), cpu, len, Arc::new(kernel));
-                Ok(plan.with_cost(self.cost(problem, pass)))
+                Ok(plan.with_cost(cost(self.0, problem, pass)))
             }
             None => not("the workspace is too large"),
         }
     }
 }
 
-impl Bf16 {
-    /// In units of the f32 peak: `vdpbf16ps` may do twice as much, tiles more, but for the copies.
-    fn cost(&self, problem: &ConvProblem, pass: Pass) -> Cost {
-        let across = match pass {
-            Pass::BackwardData => problem.group_in_channels(),
-            _ => problem.group_out_channels(),
-        };
-        let filled = across as f64 / across.next_multiple_of(16) as f64;
-        let peak = match self.0 {
-            Unit::Dot => 1.2,
-            Unit::Tiles => 3.0,
-        };
-        Cost::direct(problem, peak * filled)
+/// The floats of its workspace, and the kernel; none if the workspace is too large.
+fn kernel(problem: &ConvProblem, pass: Pass, (unit, cpu): (Unit, &Cpu)) -> Option<(usize, Kernel)> {
+    let planned = match pass {
+        Pass::BackwardWeights => {
+            let sums = WeightSums::new(problem, unit, cpu)?;
+            (sums.workspace_len()?, Kernel::Weights(sums))
+        }
+        _ => {
+            let correlate = Correlate::new(problem, pass, (unit, cpu))?;
+            (correlate.workspace_len(cpu)?, Kernel::Correlate(correlate))
+        }
+    };
+    Some(planned).filter(|(len, _)| *len <= MOST_ELEMENTS)
+}
+
+/// In units of the f32 peak: `vdpbf16ps` may do twice as much, tiles more, but for the copies.
+fn cost(unit: Unit, problem: &ConvProblem, pass: Pass) -> Cost {
+    let across = match pass {
+        Pass::BackwardData => problem.group_in_channels(),
+        _ => problem.group_out_channels(),
+    };
+    let filled = across as f64 / across.next_multiple_of(16) as f64;
+    let peak = match unit {
+        Unit::Dot => 1.2,
+        Unit::Tiles => 3.0,
+    };
+    Cost::direct(problem, peak * filled)
+}
+
+impl Kernel {
+    /// Forward, or backward-data. The target is in bf16 or in f32.
+    fn correlate<T: Target>(
+        &self,
+        cpu: &Cpu,
+        operands: (&[bf16], &[f32]),
+        target: &mut [T],
+        workspace: &mut [f32],
+    ) {
+        match self {
+            Kernel::Correlate(correlate) => correlate.run(cpu, operands, target, workspace),
+            Kernel::Weights(_) => unreachable!("a kernel of backward-weights"),
+        }
+    }
+
+    /// Backward-weights.
+    fn sum(&self, cpu: &Cpu, operands: [&[bf16]; 2], dweight: &mut [f32], workspace: &mut [f32]) {
+        match self {
+            Kernel::Weights(sums) => sums.run(cpu, operands, dweight, workspace),
+            Kernel::Correlate(_) => unreachable!("a kernel of forward or backward-data"),
+        }
     }
 }
 
@@ -108,10 +142,10 @@ impl ConvKernel for Kernel {
         workspace: SliceMut<'_>,
     ) -> crate::Result<()> {
         match self {
-            Kernel::Correlate(correlate) => {
-                correlate.run(cpu, (a.of()?, b.of()?), output.of()?, workspace.of()?)
+            Kernel::Correlate(_) => {
+                self.correlate::<bf16>(cpu, (a.of()?, b.of()?), output.of()?, workspace.of()?)
             }
-            Kernel::Weights(sums) => sums.run(cpu, [a.of()?, b.of()?], output.of()?, workspace.of()?),
+            Kernel::Weights(_) => self.sum(cpu, [a.of()?, b.of()?], output.of()?, workspace.of()?),
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use half::bf16;
 
-use crate::{Cpu, Isa};
+use crate::{Cpu, Isa, Stored};
 
 /// A unit that multiplies pairs of bf16 and adds them to sums in f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -159,16 +159,36 @@ impl Ready {
             }
         }
     }
+}
 
-    /// Writes rows of sums as their nearest bf16, each to its place from `to` on, but those whose place is [`NOWHERE`].
+/// A type in which sums are stored.
+pub(super) trait Target: Stored {
+    /// Writes rows of sums as the nearest numbers of this type, each to its place from `to` on, but those whose place is [`NOWHERE`].
     ///
     /// # Safety
     /// Each other place can be written for `columns` elements, and nobody else uses these meanwhile.
+    unsafe fn write(ready: &Ready, sums: &Sums, to: *mut Self, places: &[usize], columns: usize);
+}
+
+impl Target for bf16 {
     #[inline]
-    pub(super) unsafe fn narrow(&self, sums: &Sums, to: *mut bf16, places: &[usize], columns: usize) {
+    unsafe fn write(_: &Ready, sums: &Sums, to: *mut bf16, places: &[usize], columns: usize) {
         assert!(places.len() <= SIDE && columns <= SIDE);
         // SAFETY: every unit comes with AVX512-BF16, and the caller promises the places.
         unsafe { x86::narrow(sums, to, places, columns) }
+    }
+}
+
+impl Target for f32 {
+    #[inline]
+    unsafe fn write(_: &Ready, sums: &Sums, to: *mut f32, places: &[usize], columns: usize) {
+        assert!(places.len() <= SIDE && columns <= SIDE);
+        for (row, &place) in sums.as_chunks::<SIDE>().0.iter().zip(places) {
+            if place != NOWHERE {
+                // SAFETY: a row has more than `columns` sums, and the caller promises the place, which nobody else uses.
+                unsafe { to.add(place).copy_from_nonoverlapping(row.as_ptr(), columns) };
+            }
+        }
     }
 }
 
@@ -477,7 +497,7 @@ pub(super) mod x86 {
     }
 
     /// # Safety
-    /// This machine has AVX512-BF16; otherwise as [`super::Ready::narrow`].
+    /// This machine has AVX512-BF16; otherwise as [`super::Target::write`].
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
     pub(super) unsafe fn narrow(sums: &Sums, to: *mut bf16, places: &[usize], columns: usize) {
         let mask = u32::MAX.checked_shr((SIDE - columns) as u32).unwrap_or(0);

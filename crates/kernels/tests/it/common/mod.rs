@@ -3,7 +3,7 @@
 use std::sync::LazyLock;
 
 use convoke_kernels::conv::{
-    Accuracy, ConvAlgorithm, ConvAxis, ConvOperands, ConvProblem, ConvSpec, ConvTypes, NotApplicable, Pass,
+    ConvAlgorithm, ConvAxis, ConvOperands, ConvProblem, ConvSpec, ConvTypes, NotApplicable, Pass,
 };
 use convoke_kernels::memory_format::{Extent, convert};
 use convoke_kernels::pool::{WindowIndex, WindowIndices, WindowIndicesMut};
@@ -17,9 +17,6 @@ pub(crate) use convoke_testkit::check_refused;
 pub(crate) trait Number: convoke_kernels::Element + convoke_testkit::Element {}
 
 impl<T: convoke_kernels::Element + convoke_testkit::Element> Number for T {}
-
-/// How much larger errors of [`Accuracy::Relaxed`] algorithms may be than those of others.
-const RELAXED: f64 = 16.0;
 
 /// Both memory formats.
 pub(crate) const FORMATS: [MemoryFormat; 2] = [MemoryFormat::Contiguous, MemoryFormat::ChannelsLast];
@@ -199,8 +196,8 @@ impl ConvCase {
         let terms = reduction_len(&self.problem, pass);
         Ok(match dtype {
             DType::F32 => {
-                let errors = if algorithm.accuracy() == Accuracy::Relaxed { RELAXED } else { 1.0 };
-                let rtol = errors * Tolerance::for_sum(f32::EPSILON.into(), terms).rtol;
+                let rounding = Tolerance::for_sum(f32::EPSILON.into(), terms).rtol;
+                let rtol = algorithm.accuracy().tolerance(rounding);
                 check_relative_to_max(&self.run::<f32>(algorithm, pass, format, cpu)?, expected, rtol)
             }
             DType::F64 => {
