@@ -6,7 +6,7 @@
 use crate::error::{check_len, invalid};
 use crate::memory_format::Extent;
 use crate::operand::kernels;
-use crate::{Error, Result};
+use crate::{Cpu, Error, Result};
 
 /// The options of [`class_loss`]. With the default, each target counts as much.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -89,6 +89,9 @@ fn for_each_target(
     Ok(())
 }
 
+/// The approximate number of elements in a task.
+const TASK: usize = 1 << 14;
+
 kernels! {
     /// The sum of the losses at the targets, and the sum of the weights of their classes.
     ///
@@ -117,7 +120,7 @@ kernels! {
     /// # Errors
     /// As [`class_loss`].
     pub fn class_loss_backward<T: Element>(
-        extent: &Extent, targets: &[i64], options: &ClassLoss<'_>, factor: f64;
+        cpu: &Cpu, extent: &Extent, targets: &[i64], options: &ClassLoss<'_>, factor: f64;
         ;
         dx: &mut [T]
     ) -> Result<()> {
@@ -125,8 +128,18 @@ kernels! {
         options.check(extent)?;
         // All targets are checked before anything is written.
         for_each_target(extent, targets, options.ignore, |_, _| ())?;
-        dx.fill(T::zero());
-        for_each_factor(extent, targets, options, |place, of_class| dx[place] = T::of(-factor * of_class))?;
+        let image = extent.channels * extent.spatial;
+        if image == 0 {
+            return Ok(());
+        }
+        let batch = TASK.div_ceil(image);
+        let parts = dx.chunks_mut(batch * image).zip(targets.chunks(batch * extent.spatial));
+        cpu.for_each(extent.batch * image, parts, |(dx, targets)| {
+            let extent = Extent { batch: targets.len() / extent.spatial, ..*extent };
+            dx.fill(T::zero());
+            let write = |place: usize, of_class| dx[place] = T::of(-factor * of_class);
+            for_each_factor(&extent, targets, options, write).expect("all targets are checked");
+        });
         Ok(())
     }
 }
@@ -134,7 +147,7 @@ kernels! {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Cpu, MemoryFormat};
+    use crate::MemoryFormat;
 
     #[test]
     fn positions_and_formats_agree() {

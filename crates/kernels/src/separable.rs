@@ -127,6 +127,10 @@ pub(crate) fn mix<S: Stored>(
         for (row, y) in (task * at_once..).zip(y.chunks_mut(y_row)) {
             let read = &rows[row % rows.len()];
             let x = &x[row / rows.len() * plane + read.place * x_row..];
+            if read.is_copy() && columns.iter().all(Read::is_copy) {
+                stretch_copies(cpu, sizes.lanes, columns, &x[..x_row], y);
+                continue;
+            }
             let stretched = |x: &[S::Compute], y: &mut [S]| {
                 S::Compute::write((cpu, y_row), [], y, |_, [], y| stretch(cpu, sizes.lanes, columns, x, y));
             };
@@ -135,7 +139,7 @@ pub(crate) fn mix<S: Stored>(
                 continue;
             }
             let both = [&x[..x_row], &x[x_row..2 * x_row]];
-            S::Compute::read((cpu, x_row), both, |_, [a, b]| mix_rows(cpu, read.weights, a, b, &mut mixed));
+            S::Piece::read((cpu, x_row), both, |_, [a, b]| mix_rows(cpu, read.weights, a, b, &mut mixed));
             stretched(&mixed, y);
         }
     });
@@ -161,7 +165,7 @@ pub(crate) fn sum<S: Stored>(
             let (first, end) = (list.first().map_or(0, |row| row.0), list.last().map_or(0, |row| row.0 + 1));
             let read = &x[first * x_row..end * x_row];
             sums.fill(S::Compute::zero());
-            S::Compute::read((cpu, read.len().max(1)), [read], |_, [x]| {
+            S::Piece::read((cpu, read.len().max(1)), [read], |_, [x]| {
                 add_up(cpu, x_row, (list, first), x, &mut sums);
             });
             S::Compute::write((cpu, y_row), [], y, |_, [], y| gather(cpu, sizes.lanes, columns, &sums, y));
@@ -170,8 +174,10 @@ pub(crate) fn sum<S: Stored>(
 }
 
 multiversion! {
-    fn mix_rows<T: Element>(weights: [T; 2], first: &[T], second: &[T], out: &mut [T]) {
-        mix_pixel(weights, first, second, out);
+    fn mix_rows<A: Stored>(weights: [A::Compute; 2], first: &[A], second: &[A], out: &mut [A::Compute]) {
+        for ((out, first), second) in out.iter_mut().zip(first).zip(second) {
+            *out = first.wide() * weights[0] + second.wide() * weights[1];
+        }
     }
 
     /// Computes a row of outputs from a row of inputs.
@@ -194,47 +200,99 @@ multiversion! {
         }
     }
 
-    /// The weighted sum of the rows of `from` that are listed, the first of which has this index.
-    fn add_up<T: Element>(row: usize, list: (&[(usize, T)], usize), from: &[T], sums: &mut [T]) {
-        add_up_pixels(row, list, from, sums);
+    /// As [`stretch`], where each output is one of the inputs.
+    fn stretch_copies<S: Stored>(lanes: usize, reads: &[Read<S::Compute>], x: &[S], y: &mut [S]) {
+        match lanes {
+            1 => y.iter_mut().zip(reads).for_each(|(y, read)| *y = x[read.place]),
+            _ => {
+                for (y, read) in y.chunks_exact_mut(lanes).zip(reads) {
+                    y.copy_from_slice(&x[read.place * lanes..][..lanes]);
+                }
+            }
+        }
+    }
+
+    /// The weighted sum of the rows of `from` that are listed, in order; the first of them has this index. It adds two at a time, because
+    /// every addition reads and writes `sums` in memory.
+    fn add_up<A: Stored>(
+        row: usize, list: (&[(usize, A::Compute)], usize), from: &[A], sums: &mut [A::Compute],
+    ) {
+        let (list, start) = list;
+        let sums = &mut sums[..row];
+        if list.is_empty() {
+            sums.fill(A::Compute::zero());
+        }
+        let line = |at: usize| &from[(at - start) * row..][..row];
+        let (pairs, last) = list.as_chunks::<2>();
+        for (index, &[(a, first), (b, second)]) in pairs.iter().enumerate() {
+            for (sum, (a, b)) in sums.iter_mut().zip(line(a).iter().zip(line(b))) {
+                let two = a.wide() * first + b.wide() * second;
+                *sum = if index == 0 { two } else { *sum + two };
+            }
+        }
+        for &(at, weight) in last {
+            for (sum, value) in sums.iter_mut().zip(line(at)) {
+                let one = value.wide() * weight;
+                *sum = if pairs.is_empty() { one } else { *sum + one };
+            }
+        }
     }
 
     /// Computes a row of outputs from a sum of rows.
     fn gather<T: Element>(lanes: usize, lists: &Lists<T>, from: &[T], to: &mut [T]) {
         for (output, to) in to.chunks_exact_mut(lanes).enumerate() {
-            add_up_pixels(lanes, (lists.of(output), 0), from, to);
+            let list = lists.of(output);
+            let (chunks, last) = to.as_chunks_mut::<TOGETHER>();
+            let done = chunks.len() * TOGETHER;
+            for (index, sums) in chunks.iter_mut().enumerate() {
+                *sums = listed(list, |at| &from[at * lanes + index * TOGETHER..]);
+            }
+            for (index, sum) in last.iter_mut().enumerate() {
+                [*sum] = listed(list, |at| &from[at * lanes + done + index..]);
+            }
         }
     }
 }
+
+/// Numbers of a pixel that are computed together: the compiler makes vectors of them, while a loop over all may take the few of a pixel one
+/// by one.
+const TOGETHER: usize = 16;
 
 #[inline(always)]
 fn mix_pixel<T: Element>(weights: [T; 2], first: &[T], second: &[T], out: &mut [T]) {
-    for ((out, &first), &second) in out.iter_mut().zip(first).zip(second) {
-        *out = first * weights[0] + second * weights[1];
+    let mixed = |first: T, second: T| first * weights[0] + second * weights[1];
+    let (first, last_first) = first.as_chunks::<TOGETHER>();
+    let (second, last_second) = second.as_chunks::<TOGETHER>();
+    let (out, last) = out.as_chunks_mut::<TOGETHER>();
+    for ((out, first), second) in out.iter_mut().zip(first).zip(second) {
+        for index in 0..TOGETHER {
+            out[index] = mixed(first[index], second[index]);
+        }
+    }
+    for ((out, &first), &second) in last.iter_mut().zip(last_first).zip(last_second) {
+        *out = mixed(first, second);
     }
 }
 
-/// `sums` = the weighted sum of the pixels (or rows) of `len` numbers in `from` that are listed, in order. `from` begins at pixel `start`.
-/// It adds two at a time, because every addition reads and writes `sums` in memory.
+/// The weighted sums of the first N numbers at the places of a list, in order, two at a time.
 #[inline(always)]
-fn add_up_pixels<T: Element>(len: usize, (list, start): (&[(usize, T)], usize), from: &[T], sums: &mut [T]) {
-    let sums = &mut sums[..len];
-    if list.is_empty() {
-        return sums.fill(T::zero());
-    }
-    let pixel = |at: usize| &from[(at - start) * len..][..len];
+fn listed<'a, T: Element, const N: usize>(list: &[(usize, T)], from: impl Fn(usize) -> &'a [T]) -> [T; N] {
+    let numbers = |at: usize| from(at).first_chunk::<N>().expect("a pixel has so many numbers");
+    let mut sums = [T::zero(); N];
     let (pairs, last) = list.as_chunks::<2>();
     for (index, &[(a, first), (b, second)]) in pairs.iter().enumerate() {
-        let values = pixel(a).iter().zip(pixel(b));
-        for (sum, (&a, &b)) in sums.iter_mut().zip(values) {
-            let two = a * first + b * second;
-            *sum = if index == 0 { two } else { *sum + two };
+        let (a, b) = (numbers(a), numbers(b));
+        for lane in 0..N {
+            let two = a[lane] * first + b[lane] * second;
+            sums[lane] = if index == 0 { two } else { sums[lane] + two };
         }
     }
     for &(at, weight) in last {
-        for (sum, &value) in sums.iter_mut().zip(pixel(at)) {
-            let one = value * weight;
-            *sum = if pairs.is_empty() { one } else { *sum + one };
+        let values = numbers(at);
+        for lane in 0..N {
+            let one = values[lane] * weight;
+            sums[lane] = if pairs.is_empty() { one } else { sums[lane] + one };
         }
     }
+    sums
 }

@@ -1,19 +1,20 @@
 //! Softmax and log-softmax over the channels, or what [`Extent::along`] puts in their place; each with its backward pass.
 
 use crate::channels::{LANES, lane_sum};
+use crate::element::PieceOf;
 use crate::isa::multiversion;
 use crate::memory_format::Extent;
 use crate::operand::kernels;
 use crate::profile::span;
 use crate::transpose::transpose;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, Stored};
 
 kernels! {
     /// y = exp(x) / (sum over channels of exp(x)), for each position; stable for large values.
     ///
     /// # Errors
     /// If a length is not the extent's.
-    pub fn softmax<T: Element>(cpu: &Cpu, extent: &Extent; x: &[T]; y: &mut [T]) -> Result<()> {
+    pub fn softmax<S: Stored>(cpu: &Cpu, extent: &Extent; x: &[S]; y: &mut [S]) -> Result<()> {
         span!("softmax", x, y);
         extent.check("softmax", &[("x", x.len()), ("y", y.len())])?;
         if each_row(cpu, extent, [x], y, |width, [x], y| softmax_rows(cpu, width, x, y)) {
@@ -27,7 +28,7 @@ kernels! {
     ///
     /// # Errors
     /// If a length is not the extent's.
-    pub fn softmax_backward<T: Element>(cpu: &Cpu, extent: &Extent; y: &[T], dy: &[T]; dx: &mut [T]) -> Result<()> {
+    pub fn softmax_backward<S: Stored>(cpu: &Cpu, extent: &Extent; y: &[S], dy: &[S]; dx: &mut [S]) -> Result<()> {
         span!("softmax backward", y, dy, dx);
         extent.check("softmax backward", &[("y", y.len()), ("dy", dy.len()), ("dx", dx.len())])?;
         if each_row(cpu, extent, [y, dy], dx, |width, [y, dy], dx| {
@@ -45,14 +46,16 @@ kernels! {
     ///
     /// # Errors
     /// If a length is not the extent's.
-    pub fn log_softmax<T: Element>(cpu: &Cpu, extent: &Extent; x: &[T]; y: &mut [T]) -> Result<()> {
+    pub fn log_softmax<S: Stored>(cpu: &Cpu, extent: &Extent; x: &[S]; y: &mut [S]) -> Result<()> {
         span!("log_softmax", x, y);
         extent.check("log_softmax", &[("x", x.len()), ("y", y.len())])?;
         if each_row(cpu, extent, [x], y, |width, [x], y| log_softmax_rows(cpu, width, x, y)) {
             return Ok(());
         }
+        // Numbers of 16 bits show nothing of a logarithm's last bits.
+        let exact = S::DTYPE.computes();
         each_block(cpu, extent, [x], y, |slabs, [x], y, scratch| {
-            log_softmax_block(cpu, slabs, x, y, scratch)
+            log_softmax_block(cpu, slabs, x, y, scratch, exact);
         });
         Ok(())
     }
@@ -61,7 +64,7 @@ kernels! {
     ///
     /// # Errors
     /// If a length is not the extent's.
-    pub fn log_softmax_backward<T: Element>(cpu: &Cpu, extent: &Extent; y: &[T], dy: &[T]; dx: &mut [T]) -> Result<()> {
+    pub fn log_softmax_backward<S: Stored>(cpu: &Cpu, extent: &Extent; y: &[S], dy: &[S]; dx: &mut [S]) -> Result<()> {
         span!("log_softmax backward", y, dy, dx);
         extent.check("log_softmax backward", &[("y", y.len()), ("dy", dy.len()), ("dx", dx.len())])?;
         if each_row(cpu, extent, [y, dy], dx, |width, [y, dy], dx| {
@@ -80,20 +83,20 @@ kernels! {
 const TASK: usize = 1 << 14;
 /// The approximate number of elements in a block: first-level caches hold it along with other data.
 const BLOCK: usize = 1 << 10;
-/// The minimum of positions in a block that is transposed to make positions contiguous.
-const RUN: usize = 16;
+/// A block that is transposed to make positions contiguous has a multiple of so many: whole vectors.
+const RUN: usize = 64;
 /// Rows of at least this many channels that lie together are taken as they are; blocks of shorter ones are transposed.
 const ROW: usize = 32;
 /// The approximate number of elements in a piece of a slab that is too large for a task.
 const PIECE: usize = 1 << 12;
 
 /// Runs `run` on all rows of channels, if these lie together and are long; else returns false.
-fn each_row<T: Element, const N: usize>(
+fn each_row<S: Stored, const N: usize>(
     cpu: &Cpu,
     extent: &Extent,
-    inputs: [&[T]; N],
-    output: &mut [T],
-    run: impl Fn(usize, [&[T]; N], &mut [T]) + Sync + Send,
+    inputs: [&[S]; N],
+    output: &mut [S],
+    run: impl Fn(usize, [&[S::Compute]; N], &mut [S::Compute]) + Sync + Send,
 ) -> bool {
     let width = extent.channels;
     if width < ROW || extent.around_channels().1 != 1 {
@@ -102,7 +105,8 @@ fn each_row<T: Element, const N: usize>(
     let task = width * TASK.div_ceil(width);
     cpu.for_each(4 * output.len(), output.chunks_mut(task).enumerate(), |(index, output)| {
         let elements = index * task..index * task + output.len();
-        run(width, inputs.map(|input| &input[elements.clone()]), output);
+        let inputs = inputs.map(|input| &input[elements.clone()]);
+        S::Compute::write((cpu, width), inputs, output, |_, inputs, output| run(width, inputs, output));
     });
     true
 }
@@ -120,19 +124,24 @@ struct Slabs {
 }
 
 /// Runs `run` on all blocks of a tensor; in each, the positions of one channel are contiguous.
-fn each_block<T: Element, const N: usize>(
+fn each_block<S: Stored, const N: usize>(
     cpu: &Cpu,
     extent: &Extent,
-    inputs: [&[T]; N],
-    output: &mut [T],
-    run: impl Fn(Slabs, [&[T]; N], &mut [T], &mut Scratch<T>) + Sync + Send,
+    inputs: [&[S]; N],
+    output: &mut [S],
+    run: impl Fn(Slabs, [&[S::Compute]; N], &mut [S::Compute], &mut Scratch<S::Compute>) + Sync + Send,
 ) {
     if output.is_empty() {
         return;
     }
     let slabs = Slabs::of(extent);
+    let run = |slabs, inputs: [&[S]; N], output: &mut [S], scratch: &mut Scratch<S::Compute>| {
+        // A block is one unit.
+        let on = (cpu, output.len().max(1));
+        S::Compute::write(on, inputs, output, |_, inputs, output| run(slabs, inputs, output, scratch));
+    };
     let work = 4 * output.len();
-    let width = (PIECE / slabs.channels).max(2 * RUN);
+    let width = (PIECE / slabs.channels).max(RUN / 2);
     if slabs.channels * slabs.inner > TASK && slabs.inner > width {
         let pieces = pieces(&slabs, width, output);
         return cpu.for_each(work, pieces.into_iter(), |piece| piece.run(&slabs, inputs, &run));
@@ -142,7 +151,7 @@ fn each_block<T: Element, const N: usize>(
         let elements = index * task..index * task + output.len();
         let inputs = inputs.map(|input| &input[elements.clone()]);
         let mut scratch = slabs.scratch();
-        let mut turned: [Vec<T>; N] = std::array::from_fn(|_| slabs.turned());
+        let mut turned: [Vec<S>; N] = std::array::from_fn(|_| slabs.turned());
         let mut turned_output = slabs.turned();
         for (index, output) in output.chunks_mut(slabs.block).enumerate() {
             let elements = index * slabs.block..index * slabs.block + output.len();
@@ -185,13 +194,13 @@ fn pieces<'a, T>(slabs: &Slabs, width: usize, output: &'a mut [T]) -> Vec<Piece<
     pieces
 }
 
-impl<T: Element> Piece<'_, T> {
+impl<S: Stored> Piece<'_, S> {
     /// Runs `run` on a copy of the piece's elements, and writes its output to the rows.
     fn run<const N: usize>(
         self,
         slabs: &Slabs,
-        inputs: [&[T]; N],
-        run: &impl Fn(Slabs, [&[T]; N], &mut [T], &mut Scratch<T>),
+        inputs: [&[S]; N],
+        run: &impl Fn(Slabs, [&[S]; N], &mut [S], &mut Scratch<S::Compute>),
     ) {
         let Slabs { channels, inner: stride, .. } = *slabs;
         let inner = self.rows[0].len();
@@ -205,7 +214,7 @@ impl<T: Element> Piece<'_, T> {
             }
             copy
         });
-        let mut output = vec![T::zero(); block];
+        let mut output = vec![S::of(0.0); block];
         run(slabs, std::array::from_fn(|index| &copies[index][..]), &mut output, &mut slabs.scratch());
         for (row, output) in self.rows.into_iter().zip(output.chunks(inner)) {
             row.copy_from_slice(output);
@@ -217,14 +226,14 @@ impl Slabs {
     fn of(extent: &Extent) -> Slabs {
         let (_, inner) = extent.around_channels();
         let slab = (extent.channels * inner).max(1);
-        let least = if inner == 1 { RUN } else { 1 };
-        let block = slab * BLOCK.div_ceil(slab).max(least);
+        let run = if inner == 1 { RUN } else { 1 };
+        let block = slab * BLOCK.div_ceil(slab).next_multiple_of(run);
         Slabs { channels: extent.channels, inner, block, task: block * TASK.div_ceil(block) }
     }
 
     /// A buffer for a transposed block; empty if blocks are not transposed.
-    fn turned<T: Element>(self) -> Vec<T> {
-        vec![T::zero(); if self.inner == 1 { self.block } else { 0 }]
+    fn turned<S: Stored>(self) -> Vec<S> {
+        vec![S::of(0.0); if self.inner == 1 { self.block } else { 0 }]
     }
 
     fn scratch<T: Element>(self) -> Scratch<T> {
@@ -337,7 +346,13 @@ multiversion! {
         }
     }
 
-    fn log_softmax_block<T: Element>(slabs: Slabs, x: &[T], y: &mut [T], scratch: &mut Scratch<T>) {
+    fn log_softmax_block<T: Element>(
+        slabs: Slabs,
+        x: &[T],
+        y: &mut [T],
+        scratch: &mut Scratch<T>,
+        exact: bool
+    ) {
         let Slabs { channels, inner, .. } = slabs;
         let Scratch { largest, sums, values } = scratch;
         let (values, slab) = (&mut values[..x.len()], channels * inner);
@@ -347,8 +362,9 @@ multiversion! {
         }
         sum_channels(slabs, values, sums);
         for (y, sums) in y.chunks_mut(slab).zip(sums.chunks_mut(inner)) {
-            for sum in sums.iter_mut() {
-                *sum = sum.ln();
+            match exact {
+                true => sums.iter_mut().for_each(|sum| *sum = sum.ln()),
+                false => sums.iter_mut().for_each(|sum| *sum = T::of(*sum).vector_ln().f64()),
             }
             for y in y.chunks_mut(inner) {
                 for (y, &sum) in y.iter_mut().zip(&*sums) {

@@ -34,7 +34,8 @@ multiversion! {
     }
 }
 
-/// Transposes squares of 8 x 8 elements of two or four bytes, where the machine can, and returns how many rows and columns they cover.
+/// Transposes squares of 8 x 8 elements of two or four bytes, where the machine can, and returns how many rows and columns they cover. The
+/// last squares overlap others.
 ///
 /// From memory to memory, this is twice as fast as one element at a time, which the compiler turns into gathers.
 fn in_registers<T: Stored>(cpu: &Cpu, [rows, columns]: [usize; 2], from: &[T], to: &mut [T]) -> [usize; 2] {
@@ -84,11 +85,15 @@ mod avx2 {
 
         #[inline(always)]
         fn call(self) -> [usize; 2] {
-            let ([all_rows, all_columns], whole) = (self.size, self.size.map(|len| len / SIDE * SIDE));
-            for rows in (0..whole[0]).step_by(ROWS) {
-                for columns in (0..whole[1]).step_by(2 * SIDE) {
-                    for row in (rows..(rows + ROWS).min(whole[0])).step_by(SIDE) {
-                        for column in (columns..(columns + 2 * SIDE).min(whole[1])).step_by(SIDE) {
+            let [all_rows, all_columns] = self.size;
+            if all_rows < SIDE || all_columns < SIDE {
+                return [0, 0];
+            }
+            for rows in (0..all_rows).step_by(ROWS) {
+                for columns in (0..all_columns).step_by(2 * SIDE) {
+                    for row in (rows..(rows + ROWS).min(all_rows)).step_by(SIDE) {
+                        for column in (columns..(columns + 2 * SIDE).min(all_columns)).step_by(SIDE) {
+                            let (row, column) = (row.min(all_rows - SIDE), column.min(all_columns - SIDE));
                             let from = &self.from[row * all_columns + column..];
                             let to = &mut self.to[column * all_rows + row..];
                             T::square(self.simd, (from, all_columns), (to, all_rows));
@@ -96,7 +101,7 @@ mod avx2 {
                     }
                 }
             }
-            whole
+            self.size
         }
     }
 

@@ -128,7 +128,7 @@ fn with_extent(failures: &mut Failures, extent: &Extent, len: usize) {
         check("class_loss", answers(fits, || class_loss(extent, targets, &classes, (&x).into())));
         check(
             "class_loss_backward",
-            answers(fits, || class_loss_backward(extent, targets, &classes, 1.0, (&mut y).into())),
+            answers(fits, || class_loss_backward(cpu, extent, targets, &classes, 1.0, (&mut y).into())),
         );
     }
     check("concat", answers(fits, || concat::concat(cpu, extent, &[(&x).into()], (&mut y).into())));

@@ -135,7 +135,8 @@ impl Function for NllLoss {
         let spatial = shape[2..].iter().product();
         let extent = Extent { batch: shape[0], channels: shape[1], spatial, format };
         let dx = Tensor::written_elements((device, dtype), &shape, format, |dx| {
-            Ok(class_loss_backward(&extent, &self.targets, &self.options.kernel(), factor, dx)?)
+            let options = self.options.kernel();
+            Ok(class_loss_backward(device.compute(), &extent, &self.targets, &options, factor, dx)?)
         })?;
         Ok(vec![Some(dx)])
     }

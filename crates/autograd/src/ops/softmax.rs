@@ -4,7 +4,7 @@ use convoke_kernels::memory_format::Extent;
 use convoke_kernels::softmax as kernel;
 
 use crate::error::invalid;
-use crate::{Function, Needs, Operation, Result, Tensor, apply};
+use crate::{DType, Function, Needs, Operation, Result, Tensor, apply};
 
 /// exp(x) / (sum of exp(x) along `axis`), as PyTorch's with `dim=axis`; stable for large values. Saves its output.
 ///
@@ -54,6 +54,10 @@ impl Function for Softmax {
 
     fn name(&self) -> &'static str {
         if self.log { "log_softmax" } else { "softmax" }
+    }
+
+    fn takes(&self, _: usize, _: DType) -> bool {
+        true
     }
 
     fn describe(&self) -> Option<Operation> {

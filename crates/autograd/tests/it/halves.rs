@@ -56,7 +56,7 @@ fn bound(operation: &Operation, case: &Case, output: bool) -> Option<Bound> {
         // The gradient of a log-softmax follows that of the loss.
         "cross_entropy" => Bound::Times(3.0),
         // Some functions keep their rounded output for the gradient: that of tanh is 1 - y^2.
-        "pointwise" if !output => Bound::OfOne(4.0),
+        "pointwise" | "softmax" | "log_softmax" | "log_softmax_along" if !output => Bound::OfOne(4.0),
         _ => Bound::Once,
     })
 }

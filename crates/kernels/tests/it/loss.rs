@@ -150,7 +150,14 @@ fn nll_backward<T: Number>(
     factor: f64,
     dx: &mut [T],
 ) -> Result<()> {
-    class_loss_backward(extent, targets, &ClassLoss { ignore, ..ClassLoss::default() }, factor, dx.into())
+    class_loss_backward(
+        &Cpu::single(),
+        extent,
+        targets,
+        &ClassLoss { ignore, ..ClassLoss::default() },
+        factor,
+        dx.into(),
+    )
 }
 
 /// The loss of a golden case as PyTorch reduces it, and its gradient, which lies as the extent's format has it.
@@ -178,7 +185,8 @@ fn loss_of<T: Number>(golden: &Case, extent: &Extent, log_probabilities: &[T]) -
     };
     let (total, weight) = class_loss(extent, &targets, &options, log_probabilities.into()).unwrap();
     let divisor = if mean { weight } else { 1.0 };
-    class_loss_backward(extent, &targets, &options, upstream[0] / divisor, (&mut dx).into()).unwrap();
+    class_loss_backward(&Cpu::single(), extent, &targets, &options, upstream[0] / divisor, (&mut dx).into())
+        .unwrap();
     (vec![total / divisor], dx)
 }
 
