@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Time PyTorch's CPU convolutions and convoke's tuned ones side by side, problem by problem.
 
-    python tools/peers/convolutions.py SUITE... [--threads 2] [--skip onednn*] [--json FILE]
+    python tools/peers/convolutions.py SUITE... [--threads 2] [--dtype bf16] [--skip onednn*] [--json FILE]
 
 SUITE is a file of problems in benchdnn notation, one a line. For every problem and pass PyTorch and convoke are timed in turn,
 --rounds times, and the best round of each counts: machines that are shared have seconds at half speed. PyTorch is timed
 in contiguous and in channels-last memory, of which the better counts, and its allocator is told to keep memory, as
 fresh memory costs page faults. convoke is `convoke bench`, whose chosen algorithm is timed again alone, as PyTorch is.
-Printed is PyTorch time / convoke time: above 1 convoke is faster.
+Printed is PyTorch time / convoke time: above 1 convoke is faster. With --dtype bf16 images and their gradients are bf16; so is PyTorch's
+weight, as under autocast, while convoke's is f32, whose conversion is in its time.
 
 Needs Python 3.9 with torch, and `cargo build --release`.
 """
@@ -49,6 +50,7 @@ def main():
     parser.add_argument("--passes", default=",".join(PASSES), help="with commas between them")
     parser.add_argument("--only", help="algorithms for convoke to choose from")
     parser.add_argument("--skip", help="algorithms that convoke must not use")
+    parser.add_argument("--dtype", default="f32", choices=["f32", "bf16"], help="type of images and their gradients")
     parser.add_argument("--format", default="nhwc", choices=["nhwc", "nchw"], help="convoke's memory format")
     parser.add_argument("--convoke", default=Path(__file__).parents[2] / "target/release/convoke", type=Path)
     parser.add_argument("--json", type=Path, help="write every time here")
@@ -70,7 +72,7 @@ def main():
             theirs = dict.fromkeys(PASSES, math.inf)
             ours = dict.fromkeys(PASSES, math.inf)
             for _ in range(args.rounds):
-                for name, seconds in time_pytorch(problem, args.seconds).items():
+                for name, seconds in time_pytorch(problem, args).items():
                     theirs[name] = min(theirs[name], seconds)
                 for name in passes:
                     ours[name] = min(ours[name], time_convoke(problem, name, chosen[name], args))
@@ -108,16 +110,17 @@ def sizes(problem):
     }
 
 
-def time_pytorch(problem, seconds):
+def time_pytorch(problem, args):
     """The median seconds of each pass, in the better memory format."""
     import torch
 
     p = sizes(problem)
     (c, k), g = p["channels"], p["groups"]
+    dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
     best = dict.fromkeys(PASSES, math.inf)
     for layout in (torch.contiguous_format, torch.channels_last):
-        x = torch.randn(p["batch"], c, *p["input"]).to(memory_format=layout)
-        w = torch.randn(k, c // g, *p["kernel"]).to(memory_format=layout)
+        x = torch.randn(p["batch"], c, *p["input"]).to(dtype, memory_format=layout)
+        w = torch.randn(k, c // g, *p["kernel"]).to(dtype, memory_format=layout)
         options = (p["stride"], p["padding"], p["dilation"])
 
         def forward():
@@ -133,7 +136,7 @@ def time_pytorch(problem, seconds):
 
         calls = [forward, lambda: backward(True, False), lambda: backward(False, True)]
         for name, call in zip(PASSES, calls):
-            best[name] = min(best[name], median_seconds(call, seconds))
+            best[name] = min(best[name], median_seconds(call, args.seconds))
     return best
 
 
@@ -171,7 +174,7 @@ def time_convoke(problem, name, algorithm, args):
 def bench(problem, flags, args):
     """The chosen entries of `convoke bench`."""
     command = [args.convoke, "bench", problem, "--json", "-", "--threads", str(args.threads)]
-    command += ["--format", args.format, *flags]
+    command += ["--dtype", args.dtype, "--format", args.format, *flags]
     return [entry for entry in run_convoke(command) if entry["chosen"]]
 
 
