@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::program::{contents, losses, run, runs, text};
 use super::report::without_pictures;
 
-const FIELDS: [&str; 30] = [
+const FIELDS: [&str; 31] = [
     "conv_bn",
     "data",
     "model",

@@ -97,6 +97,18 @@ fn convolutions_are_measured_in_bf16() {
     assert!(rows.iter().any(|row| row["chosen"] == true && row["gflops"].as_f64() > Some(0.0)), "{rows:?}");
 }
 
+/// Where the processor multiplies bf16, such algorithms are chosen for f32 if they may be; elsewhere the class changes nothing.
+#[test]
+fn classes_of_accuracy_restrict_a_run() {
+    let args = ["--steps", "3", "--optimizer", "adadelta", "--lr", "0.1"];
+    let found = |class| losses(&runs("train", &[&args[..], &["--accuracy", class], &QUICK].concat())[0]);
+    let (standard, rounded) = (found("standard"), found("rounded"));
+    assert!(standard.iter().zip(&rounded).all(|(a, b)| (a - b).abs() < 0.1), "{standard:?}, {rounded:?}");
+    let info = convoke(&["info"]).exits(0).stdout;
+    let bf16 = info.lines().find(|line| line.starts_with("bf16 ")).expect("a line about bf16");
+    assert_eq!(standard == rounded, bf16.contains("no time"), "{bf16}");
+}
+
 #[test]
 fn other_types_are_refused_and_info_says_what_bf16_brings() {
     for command in ["train", "evaluate", "plan"] {

@@ -42,6 +42,23 @@ fn two_synchronized_ranks_train_as_one() {
 }
 
 #[test]
+fn gradients_in_bf16_are_half_of_the_bytes() {
+    let args = ["--steps", "3", "--ranks", "2", "--sync-bn", "--json", "-", "--send-gradients"];
+    let sent = |precision: &str| run("train", &[&args[..], &[precision]].concat()).exits(0);
+    let (exact, rounded) = (sent("f32"), sent("bf16"));
+    let title = "2 ranks with synchronized batch norm, gradients sent in bf16";
+    assert!(rounded.stderr.contains(title) && !exact.stderr.contains("gradients sent"), "{}", rounded.stderr);
+    let (exact, rounded) = (exact.json(), rounded.json());
+    let (exact, rounded) = (only(&exact), only(&rounded));
+    assert_eq!([&exact["send_gradients"], &rounded["send_gradients"]], ["f32", "bf16"]);
+    let bytes = [exact, rounded].map(|run| run["bytes_communicated_per_step"].as_f64().unwrap());
+    assert!((0.5..0.55).contains(&(bytes[1] / bytes[0])), "{bytes:?}");
+    for (exact, rounded) in losses(exact).iter().zip(losses(rounded)) {
+        assert!((exact - rounded).abs() <= 0.05 * exact, "{exact}, with gradients in bf16 {rounded}");
+    }
+}
+
+#[test]
 fn ranks_resume_and_compare() {
     let folder = tempfile::tempdir().unwrap();
     let run_folder = folder.path().join("run").to_string_lossy().into_owned();
