@@ -128,10 +128,10 @@ kernels! {
         options.check(extent)?;
         // All targets are checked before anything is written.
         for_each_target(extent, targets, options.ignore, |_, _| ())?;
-        let image = extent.channels * extent.spatial;
-        if image == 0 {
+        if dx.is_empty() {
             return Ok(());
         }
+        let image = extent.channels * extent.spatial;
         let batch = TASK.div_ceil(image);
         let parts = dx.chunks_mut(batch * image).zip(targets.chunks(batch * extent.spatial));
         cpu.for_each(extent.batch * image, parts, |(dx, targets)| {
