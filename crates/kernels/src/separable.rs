@@ -277,7 +277,7 @@ fn mix_pixel<T: Element>(weights: [T; 2], first: &[T], second: &[T], out: &mut [
 /// The weighted sums of the first N numbers at the places of a list, in order, two at a time.
 #[inline(always)]
 fn listed<'a, T: Element, const N: usize>(list: &[(usize, T)], from: impl Fn(usize) -> &'a [T]) -> [T; N] {
-    let numbers = |at: usize| from(at).first_chunk::<N>().expect("a pixel has so many numbers");
+    let numbers = |at: usize| from(at).first_chunk::<N>().expect("every pixel has N numbers from there on");
     let mut sums = [T::zero(); N];
     let (pairs, last) = list.as_chunks::<2>();
     for (index, &[(a, first), (b, second)]) in pairs.iter().enumerate() {

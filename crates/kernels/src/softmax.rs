@@ -83,12 +83,13 @@ kernels! {
 const TASK: usize = 1 << 14;
 /// The approximate number of elements in a block: first-level caches hold it along with other data.
 const BLOCK: usize = 1 << 10;
-/// A block that is transposed to make positions contiguous has a multiple of so many: whole vectors.
+/// A transposed block has a multiple of this number of positions, so that loops over them take whole vectors.
 const RUN: usize = 64;
 /// Rows of at least this many channels that lie together are taken as they are; blocks of shorter ones are transposed.
 const ROW: usize = 32;
-/// The approximate number of elements in a piece of a slab that is too large for a task.
+/// The approximate number of elements in a piece of a slab that is too large for a task, and the least of its positions.
 const PIECE: usize = 1 << 12;
+const PIECE_POSITIONS: usize = 32;
 
 /// Runs `run` on all rows of channels, if these lie together and are long; else returns false.
 fn each_row<S: Stored, const N: usize>(
@@ -141,7 +142,7 @@ fn each_block<S: Stored, const N: usize>(
         S::Compute::write(on, inputs, output, |_, inputs, output| run(slabs, inputs, output, scratch));
     };
     let work = 4 * output.len();
-    let width = (PIECE / slabs.channels).max(RUN / 2);
+    let width = (PIECE / slabs.channels).max(PIECE_POSITIONS);
     if slabs.channels * slabs.inner > TASK && slabs.inner > width {
         let pieces = pieces(&slabs, width, output);
         return cpu.for_each(work, pieces.into_iter(), |piece| piece.run(&slabs, inputs, &run));

@@ -1,30 +1,24 @@
 //! Transposition of matrices in memory.
 
-use std::ops::Range;
-
 use crate::isa::multiversion;
 use crate::{Cpu, Stored};
 
 /// Writes the `rows` x `columns` matrix `from` transposed into `to`.
 pub(crate) fn transpose<T: Stored>(cpu: &Cpu, rows: usize, columns: usize, from: &[T], to: &mut [T]) {
-    let [whole_rows, whole_columns] = in_registers(cpu, [rows, columns], from, to);
-    let rest = [(0..whole_rows, whole_columns..columns), (whole_rows..rows, 0..columns)];
-    for (part_rows, part_columns) in rest {
-        transpose_part(cpu, [rows, columns], part_rows, part_columns, from, to);
+    if !in_registers(cpu, [rows, columns], from, to) {
+        in_tiles(cpu, [rows, columns], from, to);
     }
 }
 
 multiversion! {
-    fn transpose_part<T: Stored>(
-        size: [usize; 2], part_rows: Range<usize>, part_columns: Range<usize>, from: &[T], to: &mut [T],
-    ) {
+    fn in_tiles<T: Stored>(size: [usize; 2], from: &[T], to: &mut [T]) {
         // Square tiles keep both sides' cache lines in L1.
         const TILE: usize = 16;
         let [rows, columns] = size;
-        for row in part_rows.clone().step_by(TILE) {
-            for column in part_columns.clone().step_by(TILE) {
-                for c in column..(column + TILE).min(part_columns.end) {
-                    let line = &mut to[c * rows + row..c * rows + (row + TILE).min(part_rows.end)];
+        for row in (0..rows).step_by(TILE) {
+            for column in (0..columns).step_by(TILE) {
+                for c in column..(column + TILE).min(columns) {
+                    let line = &mut to[c * rows + row..c * rows + (row + TILE).min(rows)];
                     for (r, value) in line.iter_mut().enumerate() {
                         *value = from[(row + r) * columns + c];
                     }
@@ -34,11 +28,11 @@ multiversion! {
     }
 }
 
-/// Transposes squares of 8 x 8 elements of two or four bytes, where the machine can, and returns how many rows and columns they cover. The
-/// last squares overlap others.
+/// Transposes squares of 8 x 8 elements of two or four bytes, the last of which overlap others, or says that it cannot: the machine has no
+/// such vectors, the elements have another size, or there are fewer than 8 rows or columns.
 ///
 /// From memory to memory, this is twice as fast as one element at a time, which the compiler turns into gathers.
-fn in_registers<T: Stored>(cpu: &Cpu, [rows, columns]: [usize; 2], from: &[T], to: &mut [T]) -> [usize; 2] {
+fn in_registers<T: Stored>(cpu: &Cpu, [rows, columns]: [usize; 2], from: &[T], to: &mut [T]) -> bool {
     #[cfg(target_arch = "x86_64")]
     if cpu.isa() != crate::Isa::PORTABLE
         && let Some(simd) = pulp::x86::V3::try_new()
@@ -57,7 +51,7 @@ fn in_registers<T: Stored>(cpu: &Cpu, [rows, columns]: [usize; 2], from: &[T], t
         }
     }
     let _ = (cpu, rows, columns, from, to);
-    [0, 0]
+    false
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -81,13 +75,13 @@ mod avx2 {
     }
 
     impl<T: Square> NullaryFnOnce for Squares<'_, T> {
-        type Output = [usize; 2];
+        type Output = bool;
 
         #[inline(always)]
-        fn call(self) -> [usize; 2] {
+        fn call(self) -> bool {
             let [all_rows, all_columns] = self.size;
             if all_rows < SIDE || all_columns < SIDE {
-                return [0, 0];
+                return false;
             }
             for rows in (0..all_rows).step_by(ROWS) {
                 for columns in (0..all_columns).step_by(2 * SIDE) {
@@ -101,7 +95,7 @@ mod avx2 {
                     }
                 }
             }
-            self.size
+            true
         }
     }
 

@@ -46,6 +46,11 @@ impl Accuracy {
         }
     }
 
+    /// The class with this name.
+    pub fn named(name: &str) -> Option<Accuracy> {
+        Accuracy::ALL.into_iter().find(|class| class.name() == name)
+    }
+
     /// The largest error that the class allows, relative to the largest value, where `rounding` is that of direct convolution.
     pub fn tolerance(self, rounding: f64) -> f64 {
         match self {

@@ -1,7 +1,7 @@
 //! Convolutions by units that multiply bf16: problems that are cut into several parts, and numbers that are not finite. The problems of
 //! `conv_oracle.rs` are smaller.
 
-use crate::common::ConvCase;
+use crate::common::{ConvCase, check_algorithms};
 use convoke_kernels::conv::{self, ConvProblem, Pass};
 use convoke_kernels::{Cpu, DType, MemoryFormat};
 use convoke_testkit::Failures;
@@ -74,21 +74,11 @@ fn products_of_f32() {
         ["g4mb2ic24ih20oc32oh20kh3ph1", "g2mb3ic20ih17oc70oh9kh5sh2ph2", "g3mb1ic99ih9oc12kh1"];
     const NAMES: [&str; 4] = ["bf16-dot-split", "bf16-amx-split", "bf16-dot-rounded", "bf16-amx-rounded"];
     let mut failures = Failures::new("problems in f32");
-    for name in NAMES.into_iter().filter(|name| is_here(name, DType::F32)) {
-        let algorithm = conv::algorithm(name).unwrap();
-        for (problem, seed) in PROBLEMS.into_iter().chain(GROUPED).zip(1..) {
-            let case = ConvCase::new(&problem.parse().unwrap(), seed);
-            for pass in Pass::ALL {
-                let expected = case.expected(pass);
-                for threads in 1..=3 {
-                    let on = (DType::F32, &Cpu::new(threads).unwrap());
-                    failures.run(format!("{name} {pass} {problem} {threads}"), || {
-                        let checked = case.check(algorithm, pass, MemoryFormat::ChannelsLast, on, &expected);
-                        checked.map_err(|reason| reason.to_string())?.map_err(|mismatch| mismatch.to_string())
-                    });
-                }
-            }
-        }
+    let names: Vec<&str> = NAMES.into_iter().filter(|name| is_here(name, DType::F32)).collect();
+    let cpus = [1, 2, 3].map(|threads| Cpu::new(threads).unwrap());
+    for (problem, seed) in PROBLEMS.into_iter().chain(GROUPED).zip(1..) {
+        let problem = problem.parse().unwrap();
+        check_algorithms(&mut failures, &names, &problem, seed, &[MemoryFormat::ChannelsLast], cpus.iter());
     }
     failures.finish();
 }

@@ -74,14 +74,10 @@ fn newcomer(record: &Record, isa: Isa) -> Option<String> {
     let (problem, pass) = record.key.convolution()?;
     let cpu = Cpu::new(record.key.threads).ok()?.with_isa(isa).ok()?;
     let options = TunerOptions {
-        accuracy: accuracy(&record.key.accuracy)?,
+        accuracy: Accuracy::named(&record.key.accuracy)?,
         deterministic: record.key.deterministic,
         ..TunerOptions::default()
     };
     let newcomer = Tuner::new(options).ok()?.unknown_to(record, &problem, pass, &cpu)?;
     Some(format!("{newcomer} was not there to be measured"))
-}
-
-fn accuracy(name: &str) -> Option<Accuracy> {
-    Accuracy::ALL.into_iter().find(|class| class.to_string() == name)
 }

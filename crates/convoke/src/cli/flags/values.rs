@@ -36,10 +36,7 @@ pub(crate) fn precision() -> impl TypedValueParser<Value = Precision> {
 
 /// Reads the name of a class of accuracy.
 pub(crate) fn accuracy() -> impl TypedValueParser<Value = Accuracy> {
-    let named = |name: String| {
-        let found = Accuracy::ALL.into_iter().find(|class| class.name() == name);
-        found.expect("one of the names")
-    };
+    let named = |name: String| Accuracy::named(&name).expect("one of the names");
     PossibleValuesParser::new(Accuracy::ALL.map(Accuracy::name)).map(named)
 }
 

@@ -59,8 +59,8 @@ impl ConvAlgorithm for Widen {
         }
         let wide = problem.with(|spec| spec.types = ConvTypes::all(types.accumulator));
         let wide = wide.map_err(|error| NotApplicable(error.to_string()))?;
-        if let Some(pieces) = Pieces::new(self, &wide, pass, cpu) {
-            let pieces = Pieces { types, ..pieces? };
+        if let Some(pieces) = Pieces::new(self, (problem, &wide), pass, cpu) {
+            let pieces = pieces?;
             let (workspace, cost, operations) =
                 (pieces.workspace_len()?, pieces.cost(problem), pieces.operations());
             let plan = ConvPlan::new(self, (problem, pass), cpu, workspace, Arc::new(pieces));
@@ -165,11 +165,11 @@ struct Pieces {
 }
 
 impl Pieces {
-    /// The pieces of a problem in the type in which kernels compute, or why none of `inner` can run one. `None` if copies of whole tensors
-    /// serve better.
+    /// The pieces of a problem, which is `wide` in the type in which kernels compute, or why none of `inner` can run one. `None` if copies of
+    /// whole tensors serve better.
     fn new(
         inner: &Widen,
-        wide: &ConvProblem,
+        (problem, wide): (&ConvProblem, &ConvProblem),
         pass: Pass,
         cpu: &Cpu,
     ) -> Option<std::result::Result<Pieces, NotApplicable>> {
@@ -193,7 +193,7 @@ impl Pieces {
         let last = wide.batch - (count - 1) * images;
         let plans = || {
             let [plan, last] = [plan_of(images)?, plan_of(last)?];
-            Ok(Pieces { types: wide.types, count, workers: count.div_ceil(each), plan, last })
+            Ok(Pieces { types: problem.types, count, workers: count.div_ceil(each), plan, last })
         };
         Some(plans())
     }

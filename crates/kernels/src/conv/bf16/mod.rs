@@ -58,22 +58,26 @@ impl ConvAlgorithm for Bf16 {
     }
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
-        let not = |reason: &str| Err(NotApplicable(reason.into()));
-        if problem.types != ConvTypes::of(DType::BF16) {
-            return not("for bf16 only");
-        }
-        if !self.0.is_in(cpu) {
-            return not(&format!("needs {}", self.0.name()));
-        }
-        check_shape(problem)?;
-        match kernel(problem, pass, (self.0, cpu)) {
-            Some((len, kernel)) => {
-                let plan = ConvPlan::new(self, (problem, pass), cpu, len, Arc::new(kernel));
-                Ok(plan.with_cost(cost(self.0, problem, pass)))
-            }
-            None => not("the workspace is too large"),
-        }
+        check(problem, DType::BF16, (self.0, cpu))?;
+        let (len, kernel) = kernel(problem, pass, (self.0, cpu)).ok_or_else(too_large)?;
+        let plan = ConvPlan::new(self, (problem, pass), cpu, len, Arc::new(kernel));
+        Ok(plan.with_cost(cost(self.0, problem, pass)))
     }
+}
+
+/// Refuses tensors of another type, a CPU without the unit, and shapes that no kernel here takes.
+fn check(problem: &ConvProblem, dtype: DType, (unit, cpu): (Unit, &Cpu)) -> Result<(), NotApplicable> {
+    if problem.types != ConvTypes::of(dtype) {
+        return Err(NotApplicable(format!("for {dtype} only")));
+    }
+    if !unit.is_in(cpu) {
+        return Err(NotApplicable(format!("needs {}", unit.name())));
+    }
+    check_shape(problem)
+}
+
+fn too_large() -> NotApplicable {
+    NotApplicable("the workspace is too large".into())
 }
 
 /// The floats of its workspace, and the kernel; none if the workspace is too large.

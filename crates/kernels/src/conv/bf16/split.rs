@@ -13,13 +13,12 @@ use std::sync::Arc;
 
 use half::bf16;
 
-use super::{Kernel, MOST_ELEMENTS, Unit, cost, kernel};
-use crate::conv::direct::check_shape;
+use super::{Kernel, MOST_ELEMENTS, Unit, check, cost, kernel, too_large};
 use crate::conv::plan::{self, Accuracy, ConvAlgorithm, ConvPlan, NotApplicable, TypedKernel};
-use crate::conv::problem::{ConvProblem, ConvTypes, Pass};
+use crate::conv::problem::{ConvProblem, Pass};
 use crate::conv::workspace::{LINE, aligned};
 use crate::isa::multiversion;
-use crate::{Cpu, MemoryFormat, Stored};
+use crate::{Cpu, DType, MemoryFormat, Stored};
 
 /// How numbers of f32 are multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,14 +81,7 @@ impl ConvAlgorithm for Split {
     }
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
-        let not = |reason: &str| Err(NotApplicable(reason.into()));
-        if problem.types != ConvTypes::F32 {
-            return not("for f32 only");
-        }
-        if !self.unit.is_in(cpu) {
-            return not(&format!("needs {}", self.unit.name()));
-        }
-        check_shape(problem)?;
+        check(problem, DType::F32, (self.unit, cpu))?;
         let count = self.products.count();
         let longer = problem.with(|spec| match pass {
             Pass::Forward => spec.in_channels *= count,
@@ -97,21 +89,15 @@ impl ConvAlgorithm for Split {
             Pass::BackwardWeights => spec.batch *= count,
         });
         let longer = longer.map_err(|error| NotApplicable(error.to_string()))?;
-        let Some((inner_len, inner)) = kernel(&longer, pass, (self.unit, cpu)) else {
-            return not("the workspace is too large");
-        };
+        let (inner_len, inner) = kernel(&longer, pass, (self.unit, cpu)).ok_or_else(too_large)?;
         let parts =
             SplitKernel { problem: *problem, longer, pass, products: self.products, inner_len, inner };
-        match parts.workspace_len().filter(|&len| len <= MOST_ELEMENTS) {
-            Some(len) => {
-                let cost = cost(self.unit, problem, pass);
-                let cost = plan::Cost { efficiency: cost.efficiency / count as f64, ..cost };
-                let copies = parts.copies().iter().sum::<usize>() * size_of::<f32>();
-                let plan = ConvPlan::new(self, (problem, pass), cpu, len, plan::kernel::<f32>(parts));
-                Ok(plan.with_cost(cost.moving(2 * copies)))
-            }
-            None => not("the workspace is too large"),
-        }
+        let len = parts.workspace_len().filter(|&len| len <= MOST_ELEMENTS).ok_or_else(too_large)?;
+        let cost = cost(self.unit, problem, pass);
+        let cost = plan::Cost { efficiency: cost.efficiency / count as f64, ..cost };
+        let copies = parts.copies().iter().sum::<usize>() * size_of::<f32>();
+        let plan = ConvPlan::new(self, (problem, pass), cpu, len, plan::kernel::<f32>(parts));
+        Ok(plan.with_cost(cost.moving(2 * copies)))
     }
 }
 
