@@ -12,6 +12,10 @@ impl Images for Tensor {
         self.images(images, scratch).map_err(Error::from)
     }
 
+    fn prepare(&self) -> Result<bool> {
+        self.prepare_images().map_err(Error::from)
+    }
+
     fn in_memory(&self) -> bool {
         self.has_elements()
     }

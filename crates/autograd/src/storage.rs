@@ -19,6 +19,9 @@ pub(crate) trait Recipe: Send + Sync {
     /// Writes the elements of these images, in the type of the tensor.
     fn write(&self, images: Range<usize>, out: SliceMut<'_>) -> Result<()>;
 
+    /// Computes what all calls of [`Recipe::write`] share. Returns whether a call takes memory.
+    fn prepare(&self) -> Result<bool>;
+
     /// Whether it only converts numbers of another type.
     fn converts(&self) -> bool {
         false
@@ -88,6 +91,14 @@ impl Storage {
     /// Whether the elements are in memory.
     pub(crate) fn has_elements(&self) -> bool {
         self.bytes.get().is_some()
+    }
+
+    /// Computes what all reads of some images share. Returns whether a read takes memory besides its scratch.
+    pub(crate) fn prepare(&self) -> Result<bool> {
+        match &self.recipe {
+            Some(recipe) if self.bytes.get().is_none() => recipe.prepare(),
+            _ => Ok(false),
+        }
     }
 
     pub(crate) fn elements(&self, device: &Device) -> Result<Slice<'_>> {

@@ -351,6 +351,11 @@ impl Tensor {
         self.inner.storage.images(self.device(), images, total, scratch)
     }
 
+    /// Computes what all calls of [`Tensor::images`] share. Returns whether a call takes memory besides its scratch.
+    pub(crate) fn prepare_images(&self) -> Result<bool> {
+        self.inner.storage.prepare()
+    }
+
     /// The tensor as a constant, for a [`crate::Function`] to save. If its elements can be recomputed from what other operations
     /// keep, the result does not hold them, and recomputes them when they are read.
     ///

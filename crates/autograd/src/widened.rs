@@ -123,6 +123,10 @@ impl Recipe for Widening {
         Ok(convert::convert(self.narrow.device().compute(), narrow, out)?)
     }
 
+    fn prepare(&self) -> Result<bool> {
+        Ok(!self.narrow.has_elements())
+    }
+
     fn converts(&self) -> bool {
         true
     }

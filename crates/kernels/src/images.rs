@@ -8,13 +8,22 @@ use crate::memory::at_least;
 use crate::{Buffer, DType, Device, Result, Slice, SliceMut};
 
 /// A tensor of images, the index of the first dimension. Its elements are in memory, or are computed where they are read.
-pub trait Images {
+pub trait Images: Send + Sync {
     /// The elements of some images. Elements that are not in memory are computed in `scratch`, which keeps its memory for
     /// the next call. They must have the same bits each time.
     ///
     /// # Errors
     /// If there are no such images, or no memory.
     fn read<'a>(&'a self, images: Range<usize>, scratch: &'a mut Option<Buffer>) -> Result<Slice<'a>>;
+
+    /// Computes what all reads share, so that several threads can read images at the same time. Returns whether a read takes memory
+    /// besides its scratch; by default it may.
+    ///
+    /// # Errors
+    /// If there is no memory.
+    fn prepare(&self) -> Result<bool> {
+        Ok(!self.in_memory())
+    }
 
     /// Whether all elements are in memory.
     fn in_memory(&self) -> bool;
@@ -40,7 +49,7 @@ pub struct PlainImages<'a> {
 }
 
 /// Writes the elements of some images.
-type Write<'a> = dyn Fn(Range<usize>, SliceMut<'_>) -> Result<()> + 'a;
+type Write<'a> = dyn Fn(Range<usize>, SliceMut<'_>) -> Result<()> + Send + Sync + 'a;
 
 #[derive(Clone)]
 enum Elements<'a> {
@@ -79,7 +88,7 @@ impl<'a> PlainImages<'a> {
     pub fn recomputed(
         (device, dtype): (&Device, DType),
         [images, image]: [usize; 2],
-        write: impl Fn(Range<usize>, SliceMut<'_>) -> Result<()> + 'a,
+        write: impl Fn(Range<usize>, SliceMut<'_>) -> Result<()> + Send + Sync + 'a,
     ) -> PlainImages<'a> {
         let elements = Elements::Recomputed(dtype, Arc::new(write));
         PlainImages { device: device.clone(), images, image, elements }

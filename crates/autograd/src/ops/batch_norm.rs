@@ -141,6 +141,10 @@ impl Recipe for OutputRecipe {
         let x = self.x.images(images, &mut scratch)?;
         Ok(kernel::normalize(device.compute(), &extent, x, &self.layer.by()?, out)?)
     }
+
+    fn prepare(&self) -> Result<bool> {
+        Ok(!self.x.has_elements())
+    }
 }
 
 /// The statistics and parameters of one normalisation, and the activation behind it.

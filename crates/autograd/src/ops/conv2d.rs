@@ -1,8 +1,7 @@
 //! 2-D convolution.
 
 use convoke_kernels::conv::{
-    BiasGradient, ConvAxis, ConvProblem, ConvSpec, ConvTypes, Filter, Gradient, InputGradient, TiledConv,
-    WeightGradient,
+    BiasGradient, ConvAxis, ConvProblem, ConvSpec, ConvTypes, Filter, Gradient, TiledConv,
 };
 
 use super::{check_parameters, check_vector, four_dimensions};
@@ -150,7 +149,7 @@ impl Function for Conv2d {
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {
         let (x, weight, bias) = (inputs[0], inputs[1].in_format(MemoryFormat::Contiguous)?, inputs.get(2));
-        let convolution = self.options.tiled(self.name, x, &weight, bias.copied())?;
+        let convolution = self.options.tiled(self.name, x, &weight, bias.copied())?.in_lanes();
         let y = output(&convolution, x, &weight, bias.copied())?;
         // The weight as it came: a copy in the order of kernels would take memory until backward.
         Ok((y, (x.keep(), inputs[1].detach())))
@@ -168,7 +167,7 @@ impl Function for Conv2d {
         sums: &mut [Option<Tensor>],
     ) -> Result<Vec<Option<Tensor>>> {
         let weight = weight.in_format(MemoryFormat::Contiguous)?;
-        let convolution = self.options.tiled(self.name, &x, &weight, None)?;
+        let convolution = self.options.tiled(self.name, &x, &weight, None)?.in_lanes();
         let sum = sums.first_mut().and_then(Option::take);
         gradients(&convolution, (x, weight), upstream, (needs, sum))
     }
@@ -223,13 +222,7 @@ pub(super) fn weight_gradient(
     dy: &Tensor,
     shape: &[usize],
 ) -> Result<Tensor> {
-    let mut gradient = WeightGradient::new(convolution)?;
-    let (mut x_scratch, mut dy_scratch) = (None, None);
-    for images in convolution.tiles() {
-        let dy = dy.images(images.clone(), &mut dy_scratch)?;
-        gradient.add(convolution, images.len(), x.images(images, &mut x_scratch)?, dy)?;
-    }
-    of_buffer(convolution, shape, gradient.finish())
+    of_buffer(convolution, shape, convolution.weight_gradient(x, dy)?)
 }
 
 /// The gradient of x, added to the sum, if there is one.
@@ -239,12 +232,7 @@ pub(super) fn gradient_of_input(
     dy: &Tensor,
     sum: Option<Tensor>,
 ) -> Result<Tensor> {
-    let (mut gradient, mut scratch) = (InputGradient::<Tensor>::new(sum), None);
-    for images in convolution.tiles() {
-        let dy = dy.images(images.clone(), &mut scratch)?;
-        gradient.add(convolution, images, dy, weight.elements()?)?;
-    }
-    input_gradient(convolution, gradient.finish(convolution)?)
+    input_gradient(convolution, convolution.input_gradient(dy, weight.elements()?, sum)?)
 }
 
 /// The gradient of a parameter.

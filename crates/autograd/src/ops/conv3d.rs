@@ -313,6 +313,10 @@ impl Recipe for Windows {
         let images = self.images.images(self.slices.read_by(&windows), &mut scratch)?;
         Ok(self.slices.gather(self.images.device().compute(), windows, images, out)?)
     }
+
+    fn prepare(&self) -> Result<bool> {
+        Ok(!self.images.has_elements())
+    }
 }
 
 /// The slices that windows add up to, as images, on top of `sum`, if there is one. `write` gives some of the windows.

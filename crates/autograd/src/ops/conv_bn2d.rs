@@ -9,9 +9,10 @@ use convoke_kernels::SliceMut;
 use convoke_kernels::activation::Activation;
 use convoke_kernels::batch_norm::Moments;
 use convoke_kernels::block::{
-    self, Backward, Block, BlockProblem, EpilogueOperands, Operands, Parameters, Wanted,
+    self, Backward, Block, BlockProblem, ConvInput, EpilogueOperands, Operands, Parameters, Wanted,
 };
 use convoke_kernels::conv::Filter;
+use convoke_kernels::images::Images;
 
 use super::batch_norm::BatchNormOptions;
 use super::conv2d::{ConvOptions, input_gradient, of_buffer};
@@ -250,14 +251,21 @@ impl Recipe for OutputRecipe {
             beta: elements(self.beta.as_ref())?,
             residual: self.residual.as_ref().map(|residual| residual as _),
         };
-        let input = match &self.input {
-            Some((x, weight, bias)) => {
-                let filter = Filter { weight: weight.elements()?, bias: elements(bias.as_ref())? };
-                Some((x as _, filter))
-            }
-            None => None,
-        };
-        Ok(self.recipe.write(input, &operands, images, out)?)
+        Ok(self.recipe.write(self.input()?, &operands, images, out)?)
+    }
+
+    fn prepare(&self) -> Result<bool> {
+        self.recipe.prepare(self.input()?)?;
+        let residual = self.residual.as_ref().is_some_and(|residual| !residual.in_memory());
+        Ok(self.recipe.takes_memory() || residual)
+    }
+}
+
+impl OutputRecipe {
+    fn input(&self) -> Result<Option<ConvInput<'_>>> {
+        let Some((x, weight, bias)) = &self.input else { return Ok(None) };
+        let filter = Filter { weight: weight.elements()?, bias: elements(bias.as_ref())? };
+        Ok(Some((x as _, filter)))
     }
 }
 

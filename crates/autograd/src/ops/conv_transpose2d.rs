@@ -216,7 +216,7 @@ impl Function for ConvTranspose2d {
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {
         let (x, weight, bias) = (inputs[0], inputs[1].in_format(MemoryFormat::Contiguous)?, inputs.get(2));
-        let convolution = self.options.tiled(NAME, x, &weight, bias.copied())?;
+        let convolution = self.options.tiled(NAME, x, &weight, bias.copied())?.in_lanes();
         let y = output(&convolution, x, &weight, bias.copied())?;
         // As in `conv2d`: the weight as it came.
         Ok((y, (x.keep(), inputs[1].detach())))
@@ -234,7 +234,7 @@ impl Function for ConvTranspose2d {
         sums: &mut [Option<Tensor>],
     ) -> Result<Vec<Option<Tensor>>> {
         let weight = weight.in_format(MemoryFormat::Contiguous)?;
-        let convolution = self.options.tiled(NAME, &x, &weight, None)?;
+        let convolution = self.options.tiled(NAME, &x, &weight, None)?.in_lanes();
         let sum = sums.first_mut().and_then(Option::take);
         gradients(&convolution, (x, weight), upstream, (needs, sum))
     }

@@ -1,6 +1,6 @@
 //! Fully connected layer: y = x Wᵀ + b.
 
-use convoke_kernels::conv::{ConvAxis, ConvProblem, ConvSpec, ConvTypes, Filter, TiledConv, WeightGradient};
+use convoke_kernels::conv::{ConvAxis, ConvProblem, ConvSpec, ConvTypes, Filter, TiledConv};
 use convoke_kernels::elementwise;
 use convoke_kernels::memory_format::Extent;
 
@@ -93,9 +93,10 @@ fn narrow_gradients(
     let images = convolution.input_shape()[0];
     let mut gradients = [None, None];
     if needs.input(1) {
-        let mut gradient = WeightGradient::new(&convolution)?;
-        gradient.add(&convolution, images, x.elements()?, dy.elements()?)?;
-        gradients[1] = Some(of_buffer(&convolution, weight.shape(), gradient.finish())?);
+        let mut gradient = x.device().buffer(weight.dtype(), weight.len())?;
+        let both = (x.elements()?, dy.elements()?);
+        convolution.weight_gradient_tile(images, both, gradient.elements_mut())?;
+        gradients[1] = Some(of_buffer(&convolution, weight.shape(), gradient)?);
     }
     let (of, shape) = ((x.device().clone(), x.dtype()), x.shape().to_vec());
     drop(x);

@@ -320,6 +320,30 @@ fn each_way_keeps_the_bytes_it_says() {
     }
 }
 
+/// Also where several threads work on tiles of their own.
+#[test]
+fn a_dry_step_takes_the_same_bytes() {
+    let steps = |device: &Device, net: &Net, (format, dtype): (MemoryFormat, DType), keep: Keep| {
+        let leaves = Leaves::new(device, net, format, dtype);
+        let before = device.memory().live_bytes;
+        device.reset_peak();
+        let results = run(&leaves, |leaves| leaves.fused(net, keep)).unwrap();
+        let bytes = [device.memory().peak_bytes, device.memory().live_bytes].map(|bytes| bytes - before);
+        drop(results);
+        bytes
+    };
+    for net in nets() {
+        for (format, dtype) in FORMATS.into_iter().zip([DType::F32, DType::BF16]) {
+            for keep in Keep::ALL {
+                let device = device();
+                let [real, dry] =
+                    [&device, &device.dry()].map(|device| steps(device, &net, (format, dtype), keep));
+                assert_eq!(real, dry, "{keep} {format} {dtype} {net:?}");
+            }
+        }
+    }
+}
+
 #[test]
 fn a_second_backward_gives_the_same_bits() {
     for keep in Keep::ALL {

@@ -4,7 +4,9 @@
 //! batch's extent. Each group or piece is summed by itself, whatever else arrives with it, and the results are merged in
 //! order.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use bytemuck::allocation::try_zeroed_vec;
 use convoke_memory::{OutOfMemory, attempt};
@@ -121,25 +123,57 @@ pub(super) struct Totals {
     pair: Pair,
     pub(super) a: Vec<f64>,
     pub(super) b: Vec<f64>,
+    /// If there is a list, parts are listed to be merged later.
+    listed: Option<Vec<Listed>>,
+}
+
+/// A part's numbers, of the channels from `first` on.
+#[derive(Debug)]
+struct Listed {
+    first: usize,
+    /// Values per channel in all earlier parts of the batch, and in this one.
+    counts: [f64; 2],
+    a: Vec<f64>,
+    b: Vec<f64>,
 }
 
 impl Totals {
     pub(super) fn new(pair: Pair, channels: usize) -> Totals {
-        Totals { pair, a: vec![0.0; channels], b: vec![0.0; channels] }
+        Totals { pair, a: vec![0.0; channels], b: vec![0.0; channels], listed: None }
+    }
+
+    /// A list of parts, to be merged by [`Totals::join_all`].
+    fn list(pair: Pair) -> Totals {
+        Totals { pair, a: Vec::new(), b: Vec::new(), listed: Some(Vec::new()) }
     }
 
     /// As [`Totals::new`], but returns an error if there is no memory: a batch without values can claim any number of channels.
     /// Zeroed memory takes none before it is written.
     fn fallible(pair: Pair, channels: usize) -> Result<Totals> {
         let zeros = || attempt(|| try_zeroed_vec(channels)).map_err(|()| OutOfMemory::of::<f64>(channels));
-        Ok(Totals { pair, a: zeros()?, b: zeros()? })
+        Ok(Totals { pair, a: zeros()?, b: zeros()?, listed: None })
     }
 
     /// Merges the next part's numbers, which are of the channels from `first` on.
     pub(super) fn join(&mut self, cpu: &Cpu, first: usize, part: &Part, (a, b): (&[f64], &[f64])) {
+        let counts = [part.before as f64, part.count() as f64];
+        match &mut self.listed {
+            Some(listed) => listed.push(Listed { first, counts, a: a.to_vec(), b: b.to_vec() }),
+            None => self.merge(cpu, first, counts, [a, b]),
+        }
+    }
+
+    /// Merges the parts of a list, in its order.
+    fn join_all(&mut self, cpu: &Cpu, list: Totals) {
+        for Listed { first, counts, a, b } in list.listed.into_iter().flatten() {
+            self.merge(cpu, first, counts, [&a, &b]);
+        }
+    }
+
+    fn merge(&mut self, cpu: &Cpu, first: usize, [before, count]: [f64; 2], [a, b]: [&[f64]; 2]) {
         let (to_a, to_b) = (&mut self.a[first..][..a.len()], &mut self.b[first..][..b.len()]);
         match self.pair {
-            Pair::Moments => join_moments(cpu, part.before as f64, part.count() as f64, [a, b], to_a, to_b),
+            Pair::Moments => join_moments(cpu, before, count, [a, b], to_a, to_b),
             Pair::Sums => join_sums(cpu, [a, b], to_a, to_b),
         }
     }
@@ -162,37 +196,52 @@ multiversion! {
 
 /// A batch of which some images have arrived.
 #[derive(Debug)]
-struct Progress {
+struct InParts {
     operation: &'static str,
     whole: Extent,
     cut: Cut,
-    /// Images that have arrived.
-    images: usize,
+    arrived: Mutex<Arrived>,
 }
 
-impl Progress {
-    fn new(operation: &'static str, whole: &Extent) -> Result<Progress> {
+/// What has arrived of a batch.
+#[derive(Debug)]
+struct Arrived {
+    /// The number of images from the first on that are in the totals.
+    images: usize,
+    totals: Totals,
+    /// The number of images, and their parts, of what arrived before its turn, by its first image.
+    early: BTreeMap<usize, (usize, Totals)>,
+}
+
+impl InParts {
+    fn new(operation: &'static str, whole: &Extent, pair: Pair) -> Result<InParts> {
         whole.len()?;
-        Ok(Progress { operation, whole: *whole, cut: Cut::of(whole), images: 0 })
+        let totals = Totals::fallible(pair, whole.channels)?;
+        let arrived = Mutex::new(Arrived { images: 0, totals, early: BTreeMap::new() });
+        Ok(InParts { operation, whole: *whole, cut: Cut::of(whole), arrived })
     }
 
-    /// The extent of the next images, which have `len` elements, and the parts that they are cut into.
-    fn next(&self, len: usize) -> Result<(Extent, Vec<Part>)> {
+    fn arrived(&mut self) -> &mut Arrived {
+        self.arrived.get_mut().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The extent of the images that follow the first `done`, which have `len` elements, and the parts that they are cut into.
+    fn cut(&self, done: usize, len: usize) -> Result<(Extent, Vec<Part>)> {
         let Extent { batch, channels, spatial, .. } = self.whole;
         let image = channels * spatial;
         if image == 0 || len == 0 {
             check_len(self.operation, "x", len, 0)?;
             return Ok((Extent { batch: 0, ..self.whole }, Vec::new()));
         }
-        let (images, done, group) = (len / image, self.images, self.cut.images);
+        let (images, group) = (len / image, self.cut.images);
         let refused = |reason: String| Err(invalid(self.operation, reason));
         if !len.is_multiple_of(image) {
             return refused(format!("x has {len} elements, which are not whole images of {image}"));
         }
-        if images > batch - done {
+        if done > batch || images > batch - done {
             return refused(format!("{images} images after {done} of a batch of {batch}"));
         }
-        if done + images < batch && !images.is_multiple_of(group) {
+        if !done.is_multiple_of(group) || (done + images < batch && !images.is_multiple_of(group)) {
             let reason = format!(
                 "{images} images after {done} of a batch of {batch}: \
                  a part that is not its end must be a multiple of {group} images"
@@ -202,13 +251,54 @@ impl Progress {
         Ok((Extent { batch: images, ..self.whole }, self.cut.parts(done, images, spatial)))
     }
 
-    fn finish(&self) -> Result<()> {
-        let Extent { batch, channels, spatial, .. } = self.whole;
-        if self.images < batch && channels * spatial > 0 {
-            let reason = format!("only {} of a batch of {batch} images have come", self.images);
-            return Err(invalid(self.operation, reason));
+    /// Merges what `sum` gives for the next images, of `len` elements.
+    fn add(&mut self, len: usize, sum: impl FnOnce(&Extent, &[Part], &mut Totals)) -> Result<()> {
+        let done = self.arrived().images;
+        let (extent, parts) = self.cut(done, len)?;
+        if !parts.is_empty() {
+            let arrived = self.arrived();
+            sum(&extent, &parts, &mut arrived.totals);
+            arrived.images += extent.batch;
         }
         Ok(())
+    }
+
+    /// Merges what `sum` gives for the images that follow the first `done`, of `len` elements, as soon as it is their turn.
+    fn add_after(
+        &self,
+        cpu: &Cpu,
+        (done, len): (usize, usize),
+        sum: impl FnOnce(&Extent, &[Part], &mut Totals),
+    ) -> Result<()> {
+        let (extent, parts) = self.cut(done, len)?;
+        if parts.is_empty() {
+            return Ok(());
+        }
+        let pair = self.arrived.lock().unwrap_or_else(PoisonError::into_inner).totals.pair;
+        let mut list = Totals::list(pair);
+        sum(&extent, &parts, &mut list);
+        let mut arrived = self.arrived.lock().unwrap_or_else(PoisonError::into_inner);
+        if done < arrived.images || arrived.early.contains_key(&done) {
+            return Err(invalid(self.operation, format!("the images after {done} have come before")));
+        }
+        arrived.early.insert(done, (extent.batch, list));
+        let Arrived { images, totals, early } = &mut *arrived;
+        while let Some((count, list)) = early.remove(images) {
+            totals.join_all(cpu, list);
+            *images += count;
+        }
+        Ok(())
+    }
+
+    fn finish(self) -> Result<Totals> {
+        let Extent { batch, channels, spatial, .. } = self.whole;
+        let Arrived { images, totals, .. } =
+            self.arrived.into_inner().unwrap_or_else(PoisonError::into_inner);
+        if images < batch && channels * spatial > 0 {
+            let reason = format!("only {images} of a batch of {batch} images have come");
+            return Err(invalid(self.operation, reason));
+        }
+        Ok(totals)
     }
 }
 
@@ -230,8 +320,7 @@ impl Progress {
 /// ```
 #[derive(Debug)]
 pub struct StatsInParts {
-    progress: Progress,
-    totals: Totals,
+    parts: InParts,
 }
 
 impl StatsInParts {
@@ -240,9 +329,7 @@ impl StatsInParts {
     /// # Errors
     /// If the size of the batch overflows, or there is no memory for two numbers per channel.
     pub fn new(whole: &Extent) -> Result<StatsInParts> {
-        let progress = Progress::new("batch norm statistics in parts", whole)?;
-        let totals = Totals::fallible(Pair::Moments, whole.channels)?;
-        Ok(StatsInParts { progress, totals })
+        Ok(StatsInParts { parts: InParts::new("batch norm statistics in parts", whole, Pair::Moments)? })
     }
 
     /// Adds the values of the next images, laid out as a tensor of their own.
@@ -253,16 +340,26 @@ impl StatsInParts {
     #[inline(never)]
     pub fn add(&mut self, cpu: &Cpu, x: Slice<'_>) -> Result<()> {
         span!("batch norm statistics", x);
-        let (extent, parts) = self.progress.next(x.len())?;
-        if parts.is_empty() {
-            return Ok(());
-        }
-        dispatch_stored!(x.dtype(), S => match Walk::of(&extent) {
-            Walk::Rows(rows) => rows.moments::<S>(cpu, &parts, x.of()?, &mut self.totals),
-            Walk::Planes(planes) => planes.moments::<S>(cpu, &parts, x.of()?, &mut self.totals),
-        });
-        self.progress.images += extent.batch;
-        Ok(())
+        dispatch_stored!(x.dtype(), S => {
+            let typed = x.of::<S>()?;
+            self.parts.add(x.len(), |extent, parts, totals| moments_of::<S>(cpu, (extent, parts), typed, totals))
+        })
+    }
+
+    /// As [`StatsInParts::add`], for the images that follow the first `done` of the batch. Several threads may add images at the
+    /// same time, in any order.
+    ///
+    /// # Errors
+    /// As [`StatsInParts::add`], and if they have come before.
+    #[inline(never)]
+    pub fn add_after(&self, cpu: &Cpu, done: usize, x: Slice<'_>) -> Result<()> {
+        span!("batch norm statistics", x);
+        dispatch_stored!(x.dtype(), S => {
+            let typed = x.of::<S>()?;
+            self.parts.add_after(cpu, (done, x.len()), |extent, parts, totals| {
+                moments_of::<S>(cpu, (extent, parts), typed, totals);
+            })
+        })
     }
 
     /// The statistics of the whole batch.
@@ -270,9 +367,16 @@ impl StatsInParts {
     /// # Errors
     /// If images are missing.
     pub fn finish(self) -> Result<Moments> {
-        self.progress.finish()?;
-        let count = self.progress.whole.batch * self.progress.whole.spatial;
-        Ok(Moments { mean: self.totals.a, m2: self.totals.b, count })
+        let count = self.parts.whole.batch * self.parts.whole.spatial;
+        let totals = self.parts.finish()?;
+        Ok(Moments { mean: totals.a, m2: totals.b, count })
+    }
+}
+
+fn moments_of<S: Stored>(cpu: &Cpu, (extent, parts): (&Extent, &[Part]), x: &[S], totals: &mut Totals) {
+    match Walk::of(extent) {
+        Walk::Rows(rows) => rows.moments::<S>(cpu, parts, x, totals),
+        Walk::Planes(planes) => planes.moments::<S>(cpu, parts, x, totals),
     }
 }
 
@@ -280,8 +384,7 @@ impl StatsInParts {
 /// batch.
 #[derive(Debug)]
 pub struct BackwardSumsInParts {
-    progress: Progress,
-    totals: Totals,
+    parts: InParts,
 }
 
 impl BackwardSumsInParts {
@@ -290,9 +393,7 @@ impl BackwardSumsInParts {
     /// # Errors
     /// If the size of the batch overflows, or there is no memory for two numbers per channel.
     pub fn new(whole: &Extent) -> Result<BackwardSumsInParts> {
-        let progress = Progress::new("batch norm backward in parts", whole)?;
-        let totals = Totals::fallible(Pair::Sums, whole.channels)?;
-        Ok(BackwardSumsInParts { progress, totals })
+        Ok(BackwardSumsInParts { parts: InParts::new("batch norm backward in parts", whole, Pair::Sums)? })
     }
 
     /// Adds the values and upstream gradients of the next images; `by` must be the same for the whole batch.
@@ -302,22 +403,42 @@ impl BackwardSumsInParts {
     #[inline(never)]
     pub fn add(&mut self, cpu: &Cpu, x: Slice<'_>, dy: Slice<'_>, by: &Normalization<'_>) -> Result<()> {
         span!("batch norm gradient sums", x, dy);
-        let operation = self.progress.operation;
-        let (extent, parts) = self.progress.next(x.len())?;
-        check_len(operation, "dy", dy.len(), x.len())?;
-        by.check(operation, x.dtype(), extent.channels)?;
-        if parts.is_empty() {
-            return Ok(());
-        }
+        self.check(x, dy, by)?;
         dispatch_stored!(x.dtype(), S => {
-            let (c, pair) = (Coefficients::forward(by), (x.of::<S>()?, dy.of()?));
-            match Walk::of(&extent) {
-                Walk::Rows(rows) => rows.gradient_sums(cpu, &parts, pair, by.mean, c, &mut self.totals),
-                Walk::Planes(planes) => planes.gradient_sums(cpu, &parts, pair, by.mean, c, &mut self.totals),
-            }
-        });
-        self.progress.images += extent.batch;
-        Ok(())
+            let pair = (x.of::<S>()?, dy.of::<S>()?);
+            self.parts.add(x.len(), |extent, parts, totals| {
+                gradient_sums_of(cpu, (extent, parts), (pair, by), totals);
+            })
+        })
+    }
+
+    /// As [`BackwardSumsInParts::add`], for the images that follow the first `done` of the batch. Several threads may add images at
+    /// the same time, in any order.
+    ///
+    /// # Errors
+    /// As [`BackwardSumsInParts::add`], and if they have come before.
+    #[inline(never)]
+    pub fn add_after(
+        &self,
+        cpu: &Cpu,
+        done: usize,
+        (x, dy): (Slice<'_>, Slice<'_>),
+        by: &Normalization<'_>,
+    ) -> Result<()> {
+        span!("batch norm gradient sums", x, dy);
+        self.check(x, dy, by)?;
+        dispatch_stored!(x.dtype(), S => {
+            let pair = (x.of::<S>()?, dy.of::<S>()?);
+            self.parts.add_after(cpu, (done, x.len()), |extent, parts, totals| {
+                gradient_sums_of(cpu, (extent, parts), (pair, by), totals);
+            })
+        })
+    }
+
+    fn check(&self, x: Slice<'_>, dy: Slice<'_>, by: &Normalization<'_>) -> Result<()> {
+        let InParts { operation, whole, .. } = &self.parts;
+        check_len(operation, "dy", dy.len(), x.len())?;
+        by.check(operation, x.dtype(), whole.channels)
     }
 
     /// The sums over the whole batch.
@@ -325,8 +446,21 @@ impl BackwardSumsInParts {
     /// # Errors
     /// If images are missing.
     pub fn finish(self) -> Result<BackwardSums> {
-        self.progress.finish()?;
-        Ok(BackwardSums { g: self.totals.a, g_centered: self.totals.b })
+        let totals = self.parts.finish()?;
+        Ok(BackwardSums { g: totals.a, g_centered: totals.b })
+    }
+}
+
+fn gradient_sums_of<S: Stored>(
+    cpu: &Cpu,
+    (extent, parts): (&Extent, &[Part]),
+    (pair, by): ((&[S], &[S]), &Normalization<'_>),
+    totals: &mut Totals,
+) {
+    let c = Coefficients::forward(by);
+    match Walk::of(extent) {
+        Walk::Rows(rows) => rows.gradient_sums(cpu, parts, pair, by.mean, c, totals),
+        Walk::Planes(planes) => planes.gradient_sums(cpu, parts, pair, by.mean, c, totals),
     }
 }
 

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::recompute::{Kept, OutputTiles};
-use super::{Block, BlockProblem, NAME, Parameters, Saved};
+use super::{Block, BlockProblem, NAME, Parameters, Saved, lanes};
 use crate::batch_norm::{
     BackwardSums, BackwardSumsInParts, Normalizer, backward_elemt, backward_elemt_in_place,
 };
@@ -13,7 +13,7 @@ use crate::error::{check_len, invalid};
 use crate::images::Images;
 use crate::memory::{Bytes, at_least};
 use crate::pointwise::{Pointwise, pointwise_backward_in_place};
-use crate::pool::{MaxPoolPass, WindowIndices};
+use crate::pool::{MaxPoolAlgorithm, MaxPoolPass, PoolProblem, WindowIndices};
 use crate::{Buffer, Result, Slice, SliceMut};
 
 /// What backward reads. It owns what it can free, or overwrite, on the way.
@@ -99,7 +99,7 @@ impl Block {
         let of_parameters = [wanted.gamma, wanted.beta];
         let needs_sums = normalizer.needs_sums(through_norm, of_parameters);
         let behind = z.filter(|_| masked).zip(self.problem.activation.pointwise());
-        let mut dz = Upstream { dz, block: self, behind, taken, scratch: None };
+        let mut dz = Upstream { dz, behind, pooled: Pooled { block: self, taken } };
         // Take dz through the activation now, so that z is freed before y is recomputed.
         if !(needs_sums && matches!(kept, Kept::Stored(_))) {
             self.convolution.tiles().try_for_each(|images| dz.pass(images))?;
@@ -110,9 +110,14 @@ impl Block {
             Kept::Whole(whole) => Kept::Stored(whole.take(self, (&x, parameters.filter()))?),
             kept => kept,
         };
-        let mut y = OutputTiles { kept, convolution: &self.convolution, parameters, scratch: None };
-        let mut x = Input::<H>::new(&self.convolution, x)?;
-        let sums = needs_sums.then(|| sums(&normalizer, &mut x, &mut y, &mut dz)).transpose()?;
+        let y = OutputTiles { kept, convolution: &self.convolution, parameters };
+        let x = Input::<H>::new(&self.convolution, x)?;
+        let in_lanes = self.convolution.is_in_lanes();
+        let sums = match needs_sums {
+            true if in_lanes => Some(lanes::sums(&normalizer, &x, &y, &mut dz)?),
+            true => Some(sums(&normalizer, &x, &y, &mut dz)?),
+            false => None,
+        };
         let residual = wanted.residual.then(|| dz.dz.clone());
         let of_channels = |wanted: bool, fill: &dyn Fn(&BackwardSums, SliceMut<'_>)| -> Result<_> {
             let Some(sums) = sums.as_ref().filter(|_| wanted) else { return Ok(None) };
@@ -127,7 +132,11 @@ impl Block {
         if through_norm {
             let through = normalizer.through(sums.as_ref())?;
             let of_norm = OfNorm { normalizer: &normalizer, through };
-            self.gradients_of_convolution(&of_norm, (x, sum), (y, dz), (wanted, &mut gradients))?;
+            let to = (wanted, &mut gradients);
+            match in_lanes {
+                true => self.gradients_in_lanes(&of_norm, (x, sum), (&y, &dz), to)?,
+                false => self.gradients_of_convolution(&of_norm, (x, sum), (y, dz), to)?,
+            }
         }
         Ok(gradients)
     }
@@ -150,11 +159,13 @@ impl Block {
         let mut of_x = (wanted.x && elsewhere).then(|| InputGradient::<H>::new(sum));
         let image = convolution.input_image();
         let all = 0..convolution.output_shape()[0];
-        let (mut scratch, mut dz) = (None, Some(dz));
+        let (mut scratch, mut x_scratch, mut y_scratch, mut dz) = (None, None, None, Some(dz));
         for images in convolution.tiles() {
             let (count, extent) = (images.len(), convolution.output_extent(images.len()));
-            let mut of_tile = dz.take().expect("it goes with the last tile");
-            let upstream = of_tile.get(images.clone())?;
+            let of_tile = dz.take().expect("it goes with the last tile");
+            let (mut dz_scratch, mut pooled_scratch) = (None, None);
+            let upstream = of_tile.dz.read(images.clone(), &mut dz_scratch)?;
+            let upstream = of_tile.pooled.backward(&images, upstream, &mut pooled_scratch)?;
             // If the batch is a single tile, dy can overwrite the kept y.
             let in_place = images == all && y.unshared().is_some();
             let dy = if in_place && let Some(mut y) = y.unshared() {
@@ -163,26 +174,27 @@ impl Block {
                 y
             } else {
                 let mut dy = at_least(&mut scratch, device, upstream.dtype(), extent.len()?)?;
-                let value = y.get(images.clone(), || x.images(images.clone()))?;
+                let memory = [&mut y_scratch, &mut None];
+                let value = y.get(images.clone(), || x.x.read(images.clone(), &mut x_scratch), memory)?;
                 backward_elemt(device.compute(), &extent, (value, upstream), &by, through, dy.reborrow())?;
                 dy
             };
             let dy = dy.into_slice();
             // Free what dy was computed from before the convolutions allocate their workspaces.
-            of_tile.scratch = None;
+            drop((dz_scratch, pooled_scratch));
             dz = Some(of_tile).filter(|_| images.end < all.end);
             if let Some(sum) = &mut of_bias {
                 sum.add(convolution, count, dy)?;
             }
             if let Some(sum) = &mut of_weight {
-                sum.add(convolution, count, x.images(images.clone())?, dy)?;
+                sum.add(convolution, count, x.x.read(images.clone(), &mut x_scratch)?, dy)?;
             }
-            x.scratch = None;
+            x_scratch = None;
             match &mut of_x {
                 Some(gradient) => gradient.add(convolution, images, dy, parameters.weight)?,
                 None if wanted.x => {
                     let place = images.start * image..images.end * image;
-                    convolution.input_gradient_tile(count, dy, parameters.weight, x.overwrite(place))?;
+                    convolution.input_gradient_tile(count, dy, parameters.weight, x.all().part(place))?;
                 }
                 None => {}
             }
@@ -198,36 +210,40 @@ impl Block {
 }
 
 /// The normalisation that dz goes through, with the sums if gradients flow through the statistics.
-struct OfNorm<'a> {
-    normalizer: &'a Normalizer,
-    through: Option<(BackwardSums, usize)>,
+pub(super) struct OfNorm<'a> {
+    pub(super) normalizer: &'a Normalizer,
+    pub(super) through: Option<(BackwardSums, usize)>,
 }
 
 /// The sums over the batch that batch norm's gradients need.
 fn sums<H: Images>(
     normalizer: &Normalizer,
-    x: &mut Input<H>,
-    y: &mut OutputTiles<'_>,
+    x: &Input<H>,
+    y: &OutputTiles<'_>,
     dz: &mut Upstream<'_, H>,
 ) -> Result<BackwardSums> {
     let (convolution, parameters) = (y.convolution, y.parameters);
     let [images, ..] = convolution.output_shape();
     let mut sums = BackwardSumsInParts::new(&convolution.output_extent(images))?;
-    let by = dz.block.normalization(normalizer, [parameters.gamma, parameters.beta]);
+    let by = dz.pooled.block.normalization(normalizer, [parameters.gamma, parameters.beta]);
+    let (mut x_scratch, mut y_scratch, mut pooled_scratch) = (None, None, None);
     for images in convolution.tiles() {
-        let y = y.get(images.clone(), || x.images(images.clone()))?;
+        let memory = [&mut y_scratch, &mut None];
+        let y = y.get(images.clone(), || x.x.read(images.clone(), &mut x_scratch), memory)?;
         dz.pass(images.clone())?;
-        sums.add(convolution.device().compute(), y, dz.get(images)?, &by)?;
+        let mut dz_scratch = None;
+        let read = dz.dz.read(images.clone(), &mut dz_scratch)?;
+        let upstream = dz.pooled.backward(&images, read, &mut pooled_scratch)?;
+        sums.add(convolution.device().compute(), y, upstream, &by)?;
     }
     dz.behind = None;
     sums.finish()
 }
 
 /// x. If it has no other owner, dx overwrites it, tile by tile.
-struct Input<H> {
-    x: H,
+pub(super) struct Input<H> {
+    pub(super) x: H,
     mine: bool,
-    scratch: Option<Buffer>,
 }
 
 impl<H: Images> Input<H> {
@@ -239,64 +255,76 @@ impl<H: Images> Input<H> {
             }
             None => false,
         };
-        Ok(Input { x, mine, scratch: None })
+        Ok(Input { x, mine })
     }
 
-    fn images(&mut self, images: Range<usize>) -> Result<Slice<'_>> {
-        self.x.read(images, &mut self.scratch)
-    }
-
-    fn can_be_overwritten(&self) -> bool {
+    pub(super) fn can_be_overwritten(&self) -> bool {
         self.mine
     }
 
-    fn overwrite(&mut self, place: Range<usize>) -> SliceMut<'_> {
-        self.x.overwrite().expect("it was, and nobody could begin to share it").part(place)
+    /// All of it, to be overwritten.
+    pub(super) fn all(&mut self) -> SliceMut<'_> {
+        self.x.overwrite().expect("it was, and nobody could begin to share it")
     }
 }
 
-/// The gradient of the activation's output: dz, taken backwards through the pool if there is one.
-struct Upstream<'a, H> {
-    dz: H,
-    block: &'a Block,
+/// dz, and what it goes through on its way to the gradient of the activation's output.
+pub(super) struct Upstream<'a, H> {
+    pub(super) dz: H,
     /// z and the activation that dz must still go through; z tells where the activation passed its input. `None` once
     /// that is done, or if the normalisation includes the activation.
-    behind: Option<(H, Pointwise)>,
-    taken: Option<Arc<Bytes>>,
-    scratch: Option<Buffer>,
+    pub(super) behind: Option<(H, Pointwise)>,
+    pub(super) pooled: Pooled<'a>,
 }
 
 impl<H: Images> Upstream<'_, H> {
-    fn place(&self, images: &Range<usize>) -> Range<usize> {
-        let image = self.block.output_image();
-        images.start * image..images.end * image
-    }
-
     /// Takes some images of dz through that activation, in the buffer of dz if it has no other owner.
     fn pass(&mut self, images: Range<usize>) -> Result<()> {
-        let place = self.place(&images);
         let Some((z, activation)) = &self.behind else { return Ok(()) };
-        let cpu = self.block.device().compute();
+        let block = self.pooled.block;
+        let (cpu, place) = (block.device().compute(), block.output_place(&images));
         let mut scratch = None;
         let z = z.read(images, &mut scratch)?;
         let dz = self.dz.change()?;
-        check_len(NAME, "dz", dz.len(), self.block.output_shape().iter().product())?;
+        check_len(NAME, "dz", dz.len(), block.output_shape().iter().product())?;
         pointwise_backward_in_place(cpu, *activation, z, dz.part(place))
     }
+}
 
-    fn get(&mut self, images: Range<usize>) -> Result<Slice<'_>> {
-        let (place, device) = (self.place(&images), self.block.device());
-        let Upstream { dz, block, taken, scratch, .. } = self;
-        let Some((pool, taken)) = block.problem.pool.as_ref().zip(taken.as_ref()) else {
-            return dz.read(images, scratch);
+/// The pool of a block, if it has one.
+pub(super) struct Pooled<'a> {
+    pub(super) block: &'a Block,
+    /// The index of each window's largest element.
+    pub(super) taken: Option<Arc<Bytes>>,
+}
+
+impl Pooled<'_> {
+    /// The pool of some images, and the algorithm for its backward.
+    pub(super) fn algorithm(&self, images: usize) -> Option<(PoolProblem, MaxPoolAlgorithm)> {
+        let pool = self.block.problem.pool.as_ref()?.with_batch(images);
+        let convolution = &self.block.convolution;
+        let (tuner, dtype) = (convolution.device().tuner(), convolution.output_type());
+        Some((pool, tuner.max_pool(&pool, dtype, MaxPoolPass::Backward, &convolution.cpu())))
+    }
+
+    /// Chooses the algorithm for these numbers of images, as a lane cannot measure. Returns whether there is a pool.
+    pub(super) fn prepare(&self, images: impl Iterator<Item = usize>) -> bool {
+        images.filter_map(|images| self.algorithm(images)).count() > 0
+    }
+
+    /// The gradient of some images of what is pooled, from that of z; `scratch` keeps its memory for the next call.
+    pub(super) fn backward<'a>(
+        &self,
+        images: &Range<usize>,
+        dz: Slice<'a>,
+        scratch: &'a mut Option<Buffer>,
+    ) -> Result<Slice<'a>> {
+        let Some((taken, (pool, algorithm))) = self.taken.as_ref().zip(self.algorithm(images.len())) else {
+            return Ok(dz);
         };
-        let mut unused = None;
-        let pool = pool.with_batch(images.len());
-        let dz = dz.read(images, &mut unused)?;
-        let mut out = at_least(scratch, device, dz.dtype(), pool.input_extent().len()?)?;
-        let algorithm = device.max_pool_algorithm(&pool, dz.dtype(), MaxPoolPass::Backward);
-        let taken = WindowIndices::Bytes(&taken.elements()[place]);
-        algorithm.backward(device.compute(), &pool, dz, taken, out.reborrow())?;
+        let mut out = at_least(scratch, self.block.device(), dz.dtype(), pool.input_extent().len()?)?;
+        let taken = WindowIndices::Bytes(&taken.elements()[self.block.output_place(images)]);
+        algorithm.backward(&self.block.convolution.cpu(), &pool, dz, taken, out.reborrow())?;
         Ok(out.into_slice())
     }
 }

@@ -109,13 +109,14 @@ impl Block {
         let (device, shape) = (self.device(), self.convolution.output_shape());
         let extent = self.convolution.output_extent(shape[0]);
         let wanted = !matches!(statistics, Statistics::Constant { .. });
-        let mut stats = wanted.then(|| StatsInParts::new(&extent)).transpose()?;
+        let stats = wanted.then(|| StatsInParts::new(&extent)).transpose()?;
         let mut y = device.buffer(self.convolution.output_type(), extent.len()?)?;
+        let cpu = self.convolution.cpu();
         self.convolution.forward_with(
             operands.x,
             operands.parameters.filter(),
             y.elements_mut(),
-            |tile| stats.as_mut().map_or(Ok(()), |stats| stats.add(device.compute(), tile)),
+            |images, tile| stats.as_ref().map_or(Ok(()), |stats| stats.add_after(&cpu, images.start, tile)),
         )?;
         Ok((y, stats.map(StatsInParts::finish).transpose()?))
     }

@@ -48,12 +48,15 @@ mod backward;
 mod epilogue;
 mod forward;
 mod keep;
+mod lanes;
 mod recompute;
 
 pub use backward::{Backward, BlockRun, Gradients, Wanted};
 pub use forward::{Forward, Saved};
 pub use keep::Keep;
 pub use recompute::{ConvInput, Recipe};
+
+use std::ops::Range;
 
 use crate::activation::Activation;
 use crate::batch_norm::{EpsPlace, Normalization, Normalizer};
@@ -205,7 +208,8 @@ impl Block {
     pub fn new(device: &Device, problem: BlockProblem, images: usize, keep: Keep) -> Result<Block> {
         problem.check()?;
         let keep = keep.resolved(problem.residual, problem.pool.is_some());
-        Ok(Block { convolution: TiledConv::new(device, problem.convolution, images), problem, keep })
+        let convolution = TiledConv::new(device, problem.convolution, images).in_lanes();
+        Ok(Block { convolution, problem, keep })
     }
 
     /// The normalisation of y, with the activation unless a residual is added before it.
@@ -244,6 +248,12 @@ impl Block {
     /// Elements of an image of z.
     fn output_image(&self) -> usize {
         self.output_shape()[1..].iter().product()
+    }
+
+    /// The place of some images in z.
+    fn output_place(&self, images: &Range<usize>) -> Range<usize> {
+        let image = self.output_image();
+        images.start * image..images.end * image
     }
 
     fn device(&self) -> &Device {

@@ -77,7 +77,6 @@ pub(super) struct OutputTiles<'a> {
     pub(super) kept: Kept,
     pub(super) convolution: &'a TiledConv,
     pub(super) parameters: Parameters<'a>,
-    pub(super) scratch: Option<Buffer>,
 }
 
 impl OutputTiles<'_> {
@@ -89,21 +88,28 @@ impl OutputTiles<'_> {
         }
     }
 
-    /// y of some images; `x` gives their input if it is needed.
+    /// Whether tiles are recomputed.
+    pub(super) fn recomputes(&self) -> bool {
+        !matches!(self.kept, Kept::Stored(_))
+    }
+
+    /// y of some images; `x` gives their input if it is needed. A tile is recomputed in the scratch memory, which is kept for the
+    /// next tile.
     pub(super) fn get<'a>(
-        &'a mut self,
+        &'a self,
         images: Range<usize>,
         x: impl FnOnce() -> Result<Slice<'a>>,
+        [scratch, workspace]: [&'a mut Option<Buffer>; 2],
     ) -> Result<Slice<'a>> {
-        let OutputTiles { convolution, scratch, kept, parameters } = self;
-        let (device, extent) = (convolution.device(), convolution.output_extent(images.len()));
-        let (len, image) = (extent.len()?, convolution.output_image());
-        let place = images.start * image..images.end * image;
-        match &*kept {
-            Kept::Stored(y) => Ok(y.elements().part(place)),
+        let OutputTiles { convolution, kept, parameters } = self;
+        let image = convolution.output_image();
+        match kept {
+            Kept::Stored(y) => Ok(y.elements().part(images.start * image..images.end * image)),
             Kept::Whole(_) | Kept::Tiles => {
-                let mut out = at_least(scratch, device, convolution.output_type(), len)?;
-                convolution.forward_tile(images.len(), x()?, parameters.filter(), out.reborrow())?;
+                let len = convolution.output_extent(images.len()).len()?;
+                let mut out = at_least(scratch, convolution.device(), convolution.output_type(), len)?;
+                let filter = parameters.filter();
+                convolution.forward_in(workspace, (images.len(), x()?), filter, out.reborrow())?;
                 count(convolution, images.len());
                 Ok(out.into_slice())
             }
@@ -137,6 +143,28 @@ impl Recipe {
         matches!(self.source, RecipeSource::Whole(_))
     }
 
+    /// Computes what all calls of [`Recipe::write`] share: y, if it is recomputed as a whole.
+    ///
+    /// # Errors
+    /// If the input is missing, or there is no memory.
+    pub fn prepare(&self, input: Option<ConvInput<'_>>) -> Result<()> {
+        self.output(input).map(drop)
+    }
+
+    /// y, as a whole.
+    fn output(&self, input: Option<ConvInput<'_>>) -> Result<Arc<Buffer>> {
+        match (&self.source, input) {
+            (RecipeSource::Stored(y), _) => Ok(y.clone()),
+            (RecipeSource::Whole(whole), Some(input)) => whole.get(&self.block, input),
+            (RecipeSource::Whole(_), None) => Err(invalid(NAME, "recomputing needs the block's input")),
+        }
+    }
+
+    /// Whether [`Recipe::write`] takes memory if the residual is in memory.
+    pub fn takes_memory(&self) -> bool {
+        self.block.problem.pool.is_some()
+    }
+
     /// Writes z of some images. All operands are those of forward; `input` may be `None` unless [`Recipe::convolves`].
     ///
     /// # Errors
@@ -149,14 +177,8 @@ impl Recipe {
         images: Range<usize>,
         mut z: SliceMut<'_>,
     ) -> Result<()> {
-        let Recipe { block, source, normalizer } = self;
-        let y = match (source, input) {
-            (RecipeSource::Stored(y), _) => y.clone(),
-            (RecipeSource::Whole(whole), Some(input)) => whole.get(block, input)?,
-            (RecipeSource::Whole(_), None) => {
-                return Err(invalid(NAME, "recomputing needs the block's input"));
-            }
-        };
+        let Recipe { block, normalizer, .. } = self;
+        let y = self.output(input)?;
         let epilogue = Epilogue::new(block, normalizer, operands);
         let passes = block.convolution.output_image() * (1 + usize::from(operands.residual.is_some()));
         let bytes = images.len() * (passes + block.output_image()) * z.dtype().size();

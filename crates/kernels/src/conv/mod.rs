@@ -33,7 +33,8 @@ pub use plan::{
 };
 pub use problem::{ConvAxis, ConvProblem, ConvSpec, ConvTypes, Pass};
 pub(crate) use reference::element as reference_element;
-pub use tiled::{BiasGradient, Filter, Gradient, InputGradient, TiledConv, WeightGradient};
+pub use tiled::{BiasGradient, Filter, Gradient, TiledConv};
+pub(crate) use tiled::{InputGradient, PartsOfTiles, Place, Reader, WeightGradient};
 
 use std::sync::{Arc, LazyLock};
 

@@ -349,3 +349,46 @@ fn types_may_change_between_parts() {
     statistics.add(&cpu, (&cast::<f32, f64>(&x[group..])).into()).unwrap();
     assert_eq!(statistics.finish().unwrap(), stats(&cpu, &extent, (&x).into()).unwrap());
 }
+
+#[test]
+fn several_threads_add_images_in_any_order() {
+    for format in FORMATS {
+        let extent = extent([64, 5, 600], format);
+        let image = extent.channels * extent.spatial;
+        let [x, dy] = [1, 2].map(|seed| convoke_testkit::normal::<f32>(seed, 64 * image, 3.0, 1.0));
+        let cpu = Cpu::new(4).unwrap();
+        let whole = stats(&cpu, &extent, (&x).into()).unwrap();
+        let inverse_std = whole.inverse_std(EPS, EpsPlace::InsideRoot);
+        let by = Normalization {
+            mean: &whole.mean,
+            inverse_std: &inverse_std,
+            inverse_root: None,
+            weight: None,
+            bias: None,
+            activation: Activation::Relu,
+        };
+        let tile = 2 * images_per_group(&extent);
+        let starts = || (0..64).step_by(tile).rev();
+        let place = |start: usize| start * image..(start + tile).min(64) * image;
+        let statistics = StatsInParts::new(&extent).unwrap();
+        let sums = BackwardSumsInParts::new(&extent).unwrap();
+        cpu.for_each(usize::MAX, starts(), |start| {
+            let (x, dy) = ((&x[place(start)]).into(), (&dy[place(start)]).into());
+            statistics.add_after(&cpu, start, x).unwrap();
+            sums.add_after(&cpu, start, (x, dy), &by).unwrap();
+        });
+        let again = statistics.add_after(&cpu, 0, (&x[place(0)]).into());
+        check_refused(again, &["the images after 0 have come before"]).unwrap();
+        assert_eq!(statistics.finish().unwrap(), whole);
+        let expected = backward_reduce(&cpu, &extent, (&x).into(), (&dy).into(), &by).unwrap();
+        assert_eq!(sums.finish().unwrap(), expected);
+
+        let early = StatsInParts::new(&extent).unwrap();
+        early.add_after(&cpu, tile, (&x[place(tile)]).into()).unwrap();
+        let again = early.add_after(&cpu, tile, (&x[place(tile)]).into());
+        check_refused(again, &["have come before"]).unwrap();
+        let beyond = early.add_after(&cpu, 64, (&x[place(0)]).into());
+        check_refused(beyond, &["after 64 of a batch of 64"]).unwrap();
+        check_refused(early.finish(), &["only 0 of a batch of 64"]).unwrap();
+    }
+}

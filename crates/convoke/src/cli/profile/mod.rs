@@ -1,7 +1,8 @@
 //! `--profile`: where the time of training steps goes, as a trace for a viewer and as a table.
 //!
 //! Kernels, operations and parts of a step are spans of `tracing`. This is the subscriber that records them on the thread that
-//! trains; what other threads do for a kernel falls within the kernel's span.
+//! trains; what other threads do for a kernel falls within the kernel's span. Where each thread runs tiles of its own (a span with a
+//! number of `lanes`), only this thread's are seen: the others are taken to do as much work in the same time.
 
 mod table;
 mod work;
@@ -113,11 +114,15 @@ struct Described {
     kind: &'static str,
     name: String,
     work: Work,
+    /// How many threads do the same as this one within the span.
+    lanes: u64,
 }
 
 struct Entered {
     id: u64,
     start: f64,
+    /// How many threads do the same as this one, here and in the spans around this one.
+    lanes: u64,
     /// Seconds spent in the spans within this one.
     within: f64,
 }
@@ -149,13 +154,17 @@ impl Subscriber for Listener {
         let mut state = self.state();
         state.last += 1;
         let id = state.last;
-        state.spans.insert(id, Described { kind, name, work: reader.work });
+        let lanes = reader.lanes.unwrap_or(1);
+        state.spans.insert(id, Described { kind, name, work: reader.work, lanes });
         Id::from_u64(id)
     }
 
     fn enter(&self, span: &Id) {
         let start = self.start.elapsed().as_secs_f64();
-        self.state().entered.push(Entered { id: span.into_u64(), start, within: 0.0 });
+        let (mut state, id) = (self.state(), span.into_u64());
+        let around = state.entered.last().map_or(1, |outer| outer.lanes);
+        let lanes = around * state.spans.get(&id).map_or(1, |span| span.lanes);
+        state.entered.push(Entered { id, start, lanes, within: 0.0 });
     }
 
     fn exit(&self, span: &Id) {
@@ -166,8 +175,9 @@ impl Subscriber for Listener {
         if let Some(outer) = state.entered.last_mut() {
             outer.within += seconds;
         }
-        let Some(Described { kind, name, work }) = state.spans.get(&entered.id) else { return };
-        state.totals.entry(name.clone()).or_default().add(&Total::of_call(seconds, entered.within, work));
+        let Some(Described { kind, name, work, .. }) = state.spans.get(&entered.id) else { return };
+        let call = Total::of_call(seconds, entered.within, &work.times(entered.lanes));
+        state.totals.entry(name.clone()).or_default().add(&Total { calls: entered.lanes as usize, ..call });
         if state.events.len() == MOST_SPANS {
             state.left_out += 1;
             return;
@@ -194,6 +204,7 @@ impl Subscriber for Listener {
 struct Reader {
     words: Vec<String>,
     work: Work,
+    lanes: Option<u64>,
 }
 
 impl Visit for Reader {
@@ -208,6 +219,7 @@ impl Visit for Reader {
     fn record_u64(&mut self, field: &Field, value: u64) {
         match field.name() {
             "bytes" => self.work.bytes = Some(value),
+            "lanes" => self.lanes = Some(value),
             _ => self.words.push(value.to_string()),
         }
     }
@@ -236,22 +248,30 @@ mod tests {
             sleep();
             let _kernel = tracing::trace_span!(target: TARGET, "normalize", bytes = 4u64).entered();
             sleep();
+            {
+                let _tile = tracing::trace_span!(target: TARGET, "tile", lanes = 3u64).entered();
+                tracing::trace_span!(target: TARGET, "add", bytes = 4u64).in_scope(sleep);
+            }
             let _foreign = tracing::trace_span!(target: "elsewhere", "foreign").entered();
         }
         {
             let state = profile.listener.state();
             let (step, kernel) = (&state.totals["step"], &state.totals["normalize"]);
             assert_eq!((step.calls, kernel.calls, kernel.bytes), (2, 2, 8.0));
+            let lanes = &state.totals["add"];
+            assert_eq!((lanes.calls, lanes.bytes), (6, 24.0));
+            assert!(lanes.own >= 4e-3 && lanes.own < step.seconds);
             assert!(kernel.own >= 4e-3 && step.own >= 4e-3);
-            assert!((step.own + kernel.own - step.seconds).abs() < 1e-9);
+            let tile = &state.totals["tile"];
+            assert!((step.own + kernel.own + tile.own + lanes.own - step.seconds).abs() < 1e-9);
             assert!(state.spans.is_empty() && state.entered.is_empty());
         }
         let Ok(table) = profile.stop().finish(&Cpu::single()) else { panic!("the trace was not written") };
         assert!(table.contains("normalize"), "{table}");
         let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
         let events = trace["traceEvents"].as_array().unwrap();
-        assert_eq!(events.len(), 4);
-        let (kernel, step) = (&events[0], &events[1]);
+        assert_eq!(events.len(), 8);
+        let (kernel, step) = (&events[2], &events[3]);
         assert_eq!((kernel["name"].as_str(), step["name"].as_str()), (Some("normalize"), Some("step")));
         assert_eq!((kernel["ph"].as_str(), kernel["args"]["bytes"].as_u64()), (Some("X"), Some(4)));
         let end = |event: &serde_json::Value| event["ts"].as_f64().unwrap() + event["dur"].as_f64().unwrap();

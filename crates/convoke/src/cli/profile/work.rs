@@ -18,6 +18,18 @@ pub(super) struct Work {
     pub(super) bytes: Option<u64>,
 }
 
+impl Work {
+    /// The work of so many threads that do the same.
+    pub(super) fn times(&self, threads: u64) -> Work {
+        let many = |number: f64| number * threads as f64;
+        Work {
+            flops: self.flops.map(many),
+            operations: self.operations.map(many),
+            bytes: self.bytes.map(|bytes| bytes * threads),
+        }
+    }
+}
+
 /// All spans of one name.
 #[derive(Clone, Default)]
 pub(super) struct Total {

@@ -1,20 +1,30 @@
 //! A convolution that runs over its batch in tiles: runs of whole images that fit the caches.
+//!
+//! Either all threads share the work of each tile, one tile after the other, or each thread runs tiles of its own, in a lane
+//! ([`TiledConv::in_lanes`]). In lanes no thread waits for another between two kernels, what one kernel wrote is in the second-level
+//! cache of the thread that reads it, and one thread computes while another waits for memory. But each tile prepares the weight anew.
+
+mod gradients;
+mod lanes;
 
 use std::ops::Range;
+
+pub use gradients::{BiasGradient, Gradient};
+pub(crate) use gradients::{InputGradient, PartsOfTiles, Place, WeightGradient};
+pub(crate) use lanes::Reader;
 
 use super::{ConvOperands, ConvPlan, ConvProblem, ConvTypes, Pass};
 use crate::batch_norm::images_per_group;
 use crate::elementwise;
 use crate::error::check_len;
 use crate::images::Images;
-use crate::memory::at_least;
 use crate::memory_format::Extent;
-use crate::{Buffer, DType, Device, Result, Slice, SliceMut};
+use crate::{Buffer, Cpu, DType, Device, Result, Slice, SliceMut};
 
 /// A convolution on a device, which runs tile by tile.
 ///
-/// The tiles depend on the shapes only, so sums are added in the same order however the convolution runs, whole or tile by
-/// tile. The device's tuner chooses the algorithm of each pass for the batch of a tile.
+/// The tiles depend on the shapes and the number of threads only, so sums are added in the same order however the convolution
+/// runs, whole or tile by tile. The device's tuner chooses the algorithm of each pass for the batch of a tile.
 ///
 /// It may be transposed. Then its input is the problem's output and its output the problem's input, so forward and the
 /// gradient of the input exchange their passes, and the gradient of the weight its operands.
@@ -25,6 +35,8 @@ pub struct TiledConv {
     images: usize,
     /// Images per tile; the last one may have fewer.
     tile: usize,
+    /// Threads that run tiles of their own; 1 if all share the work of each tile.
+    lanes: usize,
     transposed: bool,
 }
 
@@ -50,7 +62,7 @@ impl TiledConv {
     /// The convolution of `images` images. The problem has that batch; without images it has any, and nothing runs.
     pub fn new(device: &Device, problem: ConvProblem, images: usize) -> TiledConv {
         let tile = tile_images(&problem);
-        TiledConv { device: device.clone(), problem, images, tile, transposed: false }
+        TiledConv { device: device.clone(), problem, images, tile, lanes: 1, transposed: false }
     }
 
     /// The transposed convolution: it maps what `problem` calls its output to what it calls its input.
@@ -102,7 +114,8 @@ impl TiledConv {
         if self.transposed { [output, input] } else { [input, output] }
     }
 
-    fn input_type(&self) -> DType {
+    /// The element type of what it reads.
+    pub(crate) fn input_type(&self) -> DType {
         self.dtypes()[0]
     }
 
@@ -127,14 +140,22 @@ impl TiledConv {
         Extent { batch: images, channels, spatial: height * width, format: self.problem.format }
     }
 
-    fn plan(&self, pass: Pass, images: usize) -> Result<ConvPlan> {
-        let part = self.problem.with(|spec| spec.batch = images)?;
-        Ok(self.device.conv_plan(&part, pass))
+    /// The threads that run a tile.
+    pub(crate) fn cpu(&self) -> Cpu {
+        if self.lanes > 1 { self.device.compute().one_thread() } else { self.device.compute().clone() }
     }
 
-    fn run(&self, plan: &ConvPlan, operands: ConvOperands<'_>) -> Result<()> {
-        let types = &self.problem.types;
-        let mut workspace = self.device.buffer(types.accumulator, plan.workspace_len())?;
+    fn plan(&self, pass: Pass, images: usize) -> Result<ConvPlan> {
+        let part = self.problem.with(|spec| spec.batch = images)?;
+        Ok(self.device.tuner().plan(&part, pass, &self.cpu()))
+    }
+
+    /// Runs in a lane's workspace, or else in a buffer for this run.
+    fn run(&self, plan: &ConvPlan, operands: ConvOperands<'_>, workspace: &mut Option<Buffer>) -> Result<()> {
+        if let Some(workspace) = workspace {
+            return plan.run(operands, workspace.elements_mut());
+        }
+        let mut workspace = self.device.buffer(self.problem.types.accumulator, plan.workspace_len())?;
         plan.run(operands, workspace.elements_mut())
     }
 
@@ -144,31 +165,35 @@ impl TiledConv {
     /// If a length does not fit, or there is no memory.
     #[inline(never)]
     pub fn forward(&self, x: &dyn Images, filter: Filter<'_>, y: SliceMut<'_>) -> Result<()> {
-        self.forward_with(x, filter, y, |_| Ok(()))
+        self.forward_with(x, filter, y, |_, _| Ok(()))
     }
 
-    /// As [`TiledConv::forward`]; each tile of y is then given to `read`, while the caches still hold it.
+    /// As [`TiledConv::forward`]; each tile of y is then given to `read` with its images, while the caches still hold it.
     ///
     /// # Errors
     /// If a length does not fit, there is no memory, or `read` fails.
-    pub fn forward_with(
+    pub(crate) fn forward_with(
         &self,
         x: &dyn Images,
         filter: Filter<'_>,
-        mut y: SliceMut<'_>,
-        mut read: impl FnMut(Slice<'_>) -> Result<()>,
+        y: SliceMut<'_>,
+        read: impl Fn(Range<usize>, Slice<'_>) -> Result<()> + Sync + Send,
     ) -> Result<()> {
-        let (image, mut scratch) = (self.output_image(), None);
+        let image = self.output_image();
         check_len("convolution", "the output", y.len(), self.images * image)?;
-        for images in self.tiles() {
-            let mut y = y.reborrow().part(images.start * image..images.end * image);
-            self.forward_tile(images.len(), x.read(images, &mut scratch)?, filter, y.reborrow())?;
-            read(y.into_slice())?;
-        }
-        Ok(())
+        let x = Reader::new(self, x)?;
+        let lanes = self.for_lanes(|| {
+            let scratch = x.scratch(self, (self.input_type(), self.input_image()))?;
+            Ok((scratch, self.workspace(&[Pass::Forward])?))
+        })?;
+        self.for_each_tile(lanes, self.cut(y, image), |(scratch, workspace), images, mut y| {
+            let x = x.read(images.clone(), scratch)?;
+            self.forward_in(workspace, (images.len(), x), filter, y.reborrow())?;
+            read(images, y.into_slice())
+        })
     }
 
-    /// y = conv(x, weight) + bias, for `images` images.
+    /// y = conv(x, weight) + bias, for `images` images, on all threads.
     ///
     /// # Errors
     /// If a length does not fit, or there is no memory.
@@ -178,19 +203,30 @@ impl TiledConv {
         images: usize,
         x: Slice<'_>,
         filter: Filter<'_>,
+        y: SliceMut<'_>,
+    ) -> Result<()> {
+        self.forward_in(&mut None, (images, x), filter, y)
+    }
+
+    /// As [`TiledConv::forward_tile`], in a lane's workspace.
+    pub(crate) fn forward_in(
+        &self,
+        workspace: &mut Option<Buffer>,
+        (images, x): (usize, Slice<'_>),
+        filter: Filter<'_>,
         mut y: SliceMut<'_>,
     ) -> Result<()> {
         match self.transposed {
-            false => self.problem_forward(images, x, filter.weight, y.reborrow())?,
-            true => self.problem_backward_data(images, x, filter.weight, y.reborrow())?,
+            false => self.problem_forward(workspace, (images, x), filter.weight, y.reborrow())?,
+            true => self.problem_backward_data(workspace, (images, x), filter.weight, y.reborrow())?,
         }
         if let Some(bias) = filter.bias {
-            elementwise::add_bias(self.device.compute(), &self.output_extent(images), bias, y)?;
+            elementwise::add_bias(&self.cpu(), &self.output_extent(images), bias, y)?;
         }
         Ok(())
     }
 
-    /// The gradient of some images of x.
+    /// The gradient of some images of x, computed by all threads.
     ///
     /// # Errors
     /// If a length does not fit, or there is no memory.
@@ -202,167 +238,69 @@ impl TiledConv {
         weight: Slice<'_>,
         dx: SliceMut<'_>,
     ) -> Result<()> {
+        self.input_gradient_in(&mut None, (images, dy), weight, dx)
+    }
+
+    /// As [`TiledConv::input_gradient_tile`], in a lane's workspace.
+    pub(crate) fn input_gradient_in(
+        &self,
+        workspace: &mut Option<Buffer>,
+        dy: (usize, Slice<'_>),
+        weight: Slice<'_>,
+        dx: SliceMut<'_>,
+    ) -> Result<()> {
         match self.transposed {
-            false => self.problem_backward_data(images, dy, weight, dx),
-            true => self.problem_forward(images, dy, weight, dx),
+            false => self.problem_backward_data(workspace, dy, weight, dx),
+            true => self.problem_forward(workspace, dy, weight, dx),
         }
     }
 
-    fn problem_forward(&self, images: usize, x: Slice<'_>, weight: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
+    fn problem_forward(
+        &self,
+        workspace: &mut Option<Buffer>,
+        (images, x): (usize, Slice<'_>),
+        weight: Slice<'_>,
+        y: SliceMut<'_>,
+    ) -> Result<()> {
         let plan = self.plan(Pass::Forward, images)?;
-        self.run(&plan, ConvOperands::forward(x, weight, y))
+        self.run(&plan, ConvOperands::forward(x, weight, y), workspace)
     }
 
     fn problem_backward_data(
         &self,
-        images: usize,
-        dy: Slice<'_>,
+        workspace: &mut Option<Buffer>,
+        (images, dy): (usize, Slice<'_>),
         weight: Slice<'_>,
         dx: SliceMut<'_>,
     ) -> Result<()> {
         let plan = self.plan(Pass::BackwardData, images)?;
-        self.run(&plan, ConvOperands::backward_data(dy, weight, dx))
-    }
-}
-
-/// A gradient: in a tensor that was given, or in a new buffer.
-#[derive(Debug)]
-pub enum Gradient<H> {
-    /// The tensor that held an earlier sum, or that was overwritten.
-    Given(H),
-    /// A new buffer.
-    New(Buffer),
-}
-
-/// The gradient of a convolution's input, computed tile by tile and, if there is an earlier sum, added to it.
-pub struct InputGradient<H> {
-    sum: Option<H>,
-    /// Allocated when it is first written, so that earlier work can use the memory.
-    alone: Option<Buffer>,
-    scratch: Option<Buffer>,
-}
-
-impl<H: Images> InputGradient<H> {
-    /// Adds to `sum`, if given, which nobody else should read.
-    pub fn new(sum: Option<H>) -> InputGradient<H> {
-        InputGradient { sum, alone: None, scratch: None }
+        self.run(&plan, ConvOperands::backward_data(dy, weight, dx), workspace)
     }
 
-    /// Computes or adds the part of these images.
+    /// What some images give to the gradient of the weight, computed by all threads.
     ///
     /// # Errors
     /// If a length does not fit, or there is no memory.
-    pub fn add(
-        &mut self,
-        of: &TiledConv,
-        images: Range<usize>,
-        dy: Slice<'_>,
-        weight: Slice<'_>,
+    pub fn weight_gradient_tile(
+        &self,
+        images: usize,
+        (x, dy): (Slice<'_>, Slice<'_>),
+        dweight: SliceMut<'_>,
     ) -> Result<()> {
-        let (count, image) = (images.len(), of.input_image());
-        let place = images.start * image..images.end * image;
-        let Some(sum) = &mut self.sum else {
-            return of.input_gradient_tile(count, dy, weight, self.all(of)?.part(place));
-        };
-        let mut part = at_least(&mut self.scratch, &of.device, of.input_type(), place.len())?;
-        of.input_gradient_tile(count, dy, weight, part.reborrow())?;
-        let sum = sum.change()?;
-        check_len("convolution backward-data", "the sum", sum.len(), of.images * image)?;
-        elementwise::add_assign(of.device.compute(), part.as_slice(), sum.part(place))
+        self.weight_gradient_in(&mut None, images, (x, dy), dweight)
     }
 
-    /// The whole gradient, where there is no earlier sum.
-    fn all(&mut self, of: &TiledConv) -> Result<SliceMut<'_>> {
-        at_least(&mut self.alone, &of.device, of.input_type(), of.images * of.input_image())
-    }
-
-    /// The whole gradient.
-    ///
-    /// # Errors
-    /// If there is no memory.
-    pub fn finish(mut self, of: &TiledConv) -> Result<Gradient<H>> {
-        if let Some(sum) = self.sum {
-            return Ok(Gradient::Given(sum));
-        }
-        // Without images it has not been allocated yet.
-        self.all(of)?;
-        Ok(Gradient::New(self.alone.expect("taken above")))
-    }
-}
-
-/// The gradient of a convolution's weight, added up tile by tile.
-pub struct WeightGradient {
-    sum: Buffer,
-    /// Whether `sum` holds anything yet.
-    begun: bool,
-}
-
-impl WeightGradient {
-    /// The gradient of no images yet, in the shape of the problem's weight.
-    ///
-    /// # Errors
-    /// If there is no memory.
-    pub fn new(of: &TiledConv) -> Result<WeightGradient> {
-        let sum = of.device.buffer(of.problem.types.weight, of.problem.weight_len())?;
-        Ok(WeightGradient { sum, begun: false })
-    }
-
-    /// Adds what `images` images give.
-    ///
-    /// # Errors
-    /// If a length does not fit, or there is no memory.
-    #[inline(never)]
-    pub fn add(&mut self, of: &TiledConv, images: usize, x: Slice<'_>, dy: Slice<'_>) -> Result<()> {
-        let plan = of.plan(Pass::BackwardWeights, images)?;
-        let (x, dy) = if of.transposed { (dy, x) } else { (x, dy) };
-        if !std::mem::replace(&mut self.begun, true) {
-            return of.run(&plan, ConvOperands::backward_weights(x, dy, self.sum.elements_mut()));
-        }
-        let mut part = of.device.buffer(self.sum.dtype(), self.sum.len())?;
-        of.run(&plan, ConvOperands::backward_weights(x, dy, part.elements_mut()))?;
-        elementwise::add_assign(of.device.compute(), part.elements(), self.sum.elements_mut())
-    }
-
-    /// The whole gradient, in the shape of the problem's weight.
-    pub fn finish(mut self) -> Buffer {
-        if !self.begun {
-            self.sum.elements_mut().fill(0.0);
-        }
-        self.sum
-    }
-}
-
-/// The gradient of a convolution's bias, added up tile by tile.
-pub struct BiasGradient {
-    sum: Buffer,
-}
-
-impl BiasGradient {
-    /// The gradient of no images yet: zeros, one for each channel of the output.
-    ///
-    /// # Errors
-    /// If there is no memory.
-    pub fn new(of: &TiledConv) -> Result<BiasGradient> {
-        let mut sum = of.device.buffer(of.problem.types.weight, of.output_shape()[1])?;
-        sum.elements_mut().fill(0.0);
-        Ok(BiasGradient { sum })
-    }
-
-    /// Adds what `images` images give.
-    ///
-    /// # Errors
-    /// If a length does not fit, or there is no memory.
-    #[inline(never)]
-    pub fn add(&mut self, of: &TiledConv, images: usize, dy: Slice<'_>) -> Result<()> {
-        let cpu = of.device.compute();
-        let mut part = of.device.buffer(self.sum.dtype(), self.sum.len())?;
-        elementwise::sum_by_channel(cpu, &of.output_extent(images), dy, part.elements_mut())?;
-        elementwise::add_assign(cpu, part.elements(), self.sum.elements_mut())
-    }
-
-    /// The whole gradient, one number per channel.
-    pub fn finish(self) -> Buffer {
-        self.sum
+    /// As [`TiledConv::weight_gradient_tile`], in a lane's workspace.
+    pub(crate) fn weight_gradient_in(
+        &self,
+        workspace: &mut Option<Buffer>,
+        images: usize,
+        (x, dy): (Slice<'_>, Slice<'_>),
+        dweight: SliceMut<'_>,
+    ) -> Result<()> {
+        let plan = self.plan(Pass::BackwardWeights, images)?;
+        let (x, dy) = if self.transposed { (dy, x) } else { (x, dy) };
+        self.run(&plan, ConvOperands::backward_weights(x, dy, dweight), workspace)
     }
 }
 
