@@ -49,6 +49,13 @@ pub struct Wanted {
     pub residual: bool,
 }
 
+impl Wanted {
+    /// Whether gradients go through batch norm to the convolution.
+    fn through_norm(&self) -> bool {
+        self.x || self.weight || self.bias
+    }
+}
+
 /// A block whose backward ran: see [`crate::Device::start_block_runs`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BlockRun {
@@ -87,7 +94,29 @@ impl Block {
         inputs: Backward<'_, H>,
         wanted: &Wanted,
     ) -> Result<Gradients<H>> {
-        let Backward { saved, x, parameters, dz, z, sum } = inputs;
+        let Backward { saved, mut x, parameters, mut dz, z, mut sum } = inputs;
+        let z = z.map(|z| -> Box<dyn Images + '_> { Box::new(z) });
+        let begun = self.begin_backward((saved, parameters), (&mut x, &mut dz, z), wanted)?;
+        let residual = wanted.residual.then(|| dz.clone());
+        let of_x = sum.as_mut().map(|sum| -> &mut dyn Images { sum });
+        let gradients = self.finish_backward(begun, (&mut x, Box::new(dz), of_x), wanted)?;
+        Ok(Gradients {
+            x: gradients.x.map(|gradient| gradient.given(|| sum.unwrap_or(x))),
+            weight: gradients.weight,
+            bias: gradients.bias,
+            gamma: gradients.gamma,
+            beta: gradients.beta,
+            residual,
+        })
+    }
+
+    /// Takes dz through the activation, and adds up the sums of batch norm.
+    fn begin_backward<'a>(
+        &'a self,
+        (saved, parameters): (Saved, Parameters<'a>),
+        (x, dz, z): (&mut dyn Images, &mut dyn Images, Option<Box<dyn Images + '_>>),
+        wanted: &Wanted,
+    ) -> Result<Begun<'a>> {
         self.check(&parameters, None)?;
         let weight = parameters.weight.address();
         self.device().record_block(BlockRun { problem: self.problem, wanted: *wanted, weight });
@@ -95,30 +124,41 @@ impl Block {
             return Err(invalid(NAME, "backward needs the block's output"));
         }
         let Saved { kept, normalizer, masked, taken, .. } = saved;
-        let through_norm = wanted.x || wanted.weight || wanted.bias;
         let of_parameters = [wanted.gamma, wanted.beta];
-        let needs_sums = normalizer.needs_sums(through_norm, of_parameters);
+        let needs_sums = normalizer.needs_sums(wanted.through_norm(), of_parameters);
         let behind = z.filter(|_| masked).zip(self.problem.activation.pointwise());
-        let mut dz = Upstream { dz, behind, pooled: Pooled { block: self, taken } };
+        let pooled = Pooled { block: self, taken };
+        let mut upstream = Upstream { block: self, dz, behind };
         // Take dz through the activation now, so that z is freed before y is recomputed.
         if !(needs_sums && matches!(kept, Kept::Stored(_))) {
-            self.convolution.tiles().try_for_each(|images| dz.pass(images))?;
-            dz.behind = None;
+            self.convolution.tiles().try_for_each(|images| upstream.pass(images))?;
+            upstream.behind = None;
         }
 
         let kept = match kept {
-            Kept::Whole(whole) => Kept::Stored(whole.take(self, (&x, parameters.filter()))?),
+            Kept::Whole(whole) => Kept::Stored(whole.take(self, (x, parameters.filter()))?),
             kept => kept,
         };
         let y = OutputTiles { kept, convolution: &self.convolution, parameters };
-        let x = Input::<H>::new(&self.convolution, x)?;
-        let in_lanes = self.convolution.is_in_lanes();
         let sums = match needs_sums {
-            true if in_lanes => Some(lanes::sums(&normalizer, &x, &y, &mut dz)?),
-            true => Some(sums(&normalizer, &x, &y, &mut dz)?),
+            true if self.convolution.is_in_lanes() => {
+                Some(lanes::sums(&normalizer, x, &y, (upstream, &pooled))?)
+            }
+            true => Some(sums(&normalizer, x, &y, (upstream, &pooled))?),
             false => None,
         };
-        let residual = wanted.residual.then(|| dz.dz.clone());
+        Ok(Begun { y, normalizer, sums, pooled })
+    }
+
+    /// Computes the gradients.
+    fn finish_backward(
+        &self,
+        begun: Begun<'_>,
+        (x, dz, sum): (&mut dyn Images, Box<dyn Images + '_>, Option<&mut dyn Images>),
+        wanted: &Wanted,
+    ) -> Result<Gradients<()>> {
+        let Begun { y, normalizer, sums, pooled } = begun;
+        let x = Input::new(&self.convolution, x)?;
         let of_channels = |wanted: bool, fill: &dyn Fn(&BackwardSums, SliceMut<'_>)| -> Result<_> {
             let Some(sums) = sums.as_ref().filter(|_| wanted) else { return Ok(None) };
             let convolution = &self.problem.convolution;
@@ -128,26 +168,26 @@ impl Block {
         };
         let gamma = of_channels(wanted.gamma, &|sums, out| normalizer.gradient_of_weight(sums, out))?;
         let beta = of_channels(wanted.beta, &|sums, out| normalizer.gradient_of_bias(sums, out))?;
-        let mut gradients = Gradients { x: None, weight: None, bias: None, gamma, beta, residual };
-        if through_norm {
+        let mut gradients = Gradients { x: None, weight: None, bias: None, gamma, beta, residual: None };
+        if wanted.through_norm() {
             let through = normalizer.through(sums.as_ref())?;
             let of_norm = OfNorm { normalizer: &normalizer, through };
             let to = (wanted, &mut gradients);
-            match in_lanes {
-                true => self.gradients_in_lanes(&of_norm, (x, sum), (&y, &dz), to)?,
-                false => self.gradients_of_convolution(&of_norm, (x, sum), (y, dz), to)?,
+            match self.convolution.is_in_lanes() {
+                true => self.gradients_in_lanes(&of_norm, (x, sum), (&y, &*dz, &pooled), to)?,
+                false => self.gradients_of_convolution(&of_norm, (x, sum), (y, dz, pooled), to)?,
             }
         }
         Ok(gradients)
     }
 
     /// Computes dy tile by tile, and adds each tile's part to the convolution's gradients.
-    fn gradients_of_convolution<H: Images>(
+    fn gradients_of_convolution(
         &self,
         of_norm: &OfNorm<'_>,
-        (mut x, sum): (Input<H>, Option<H>),
-        (mut y, dz): (OutputTiles<'_>, Upstream<'_, H>),
-        (wanted, gradients): (&Wanted, &mut Gradients<H>),
+        (mut x, sum): (Input<'_>, Option<&mut dyn Images>),
+        (mut y, dz, pooled): (OutputTiles<'_>, Box<dyn Images + '_>, Pooled<'_>),
+        (wanted, gradients): (&Wanted, &mut Gradients<()>),
     ) -> Result<()> {
         let (convolution, parameters) = (&self.convolution, y.parameters);
         let device = convolution.device();
@@ -156,33 +196,34 @@ impl Block {
         let mut of_weight = wanted.weight.then(|| WeightGradient::new(convolution)).transpose()?;
         let mut of_bias = wanted.bias.then(|| BiasGradient::new(convolution)).transpose()?;
         let elsewhere = sum.is_some() || !x.can_be_overwritten();
-        let mut of_x = (wanted.x && elsewhere).then(|| InputGradient::<H>::new(sum));
+        let mut of_x = (wanted.x && elsewhere).then(|| InputGradient::new(sum));
         let image = convolution.input_image();
         let all = 0..convolution.output_shape()[0];
-        let (mut scratch, mut x_scratch, mut y_scratch, mut dz) = (None, None, None, Some(dz));
+        let (mut scratch, mut x_scratch, mut y_scratch) = (None, None, None);
+        let mut upstream = Some((dz, pooled));
         for images in convolution.tiles() {
             let (count, extent) = (images.len(), convolution.output_extent(images.len()));
-            let of_tile = dz.take().expect("it goes with the last tile");
+            let (of_z, pooled) = upstream.take().expect("it goes with the last tile");
             let (mut dz_scratch, mut pooled_scratch) = (None, None);
-            let upstream = of_tile.dz.read(images.clone(), &mut dz_scratch)?;
-            let upstream = of_tile.pooled.backward(&images, upstream, &mut pooled_scratch)?;
+            let dz = of_z.read(images.clone(), &mut dz_scratch)?;
+            let dz = pooled.backward(&images, dz, &mut pooled_scratch)?;
             // If the batch is a single tile, dy can overwrite the kept y.
             let in_place = images == all && y.unshared().is_some();
             let dy = if in_place && let Some(mut y) = y.unshared() {
                 let cpu = device.compute();
-                backward_elemt_in_place(cpu, &extent, upstream, &by, through, y.reborrow())?;
+                backward_elemt_in_place(cpu, &extent, dz, &by, through, y.reborrow())?;
                 y
             } else {
-                let mut dy = at_least(&mut scratch, device, upstream.dtype(), extent.len()?)?;
+                let mut dy = at_least(&mut scratch, device, dz.dtype(), extent.len()?)?;
                 let memory = [&mut y_scratch, &mut None];
                 let value = y.get(images.clone(), || x.x.read(images.clone(), &mut x_scratch), memory)?;
-                backward_elemt(device.compute(), &extent, (value, upstream), &by, through, dy.reborrow())?;
+                backward_elemt(device.compute(), &extent, (value, dz), &by, through, dy.reborrow())?;
                 dy
             };
             let dy = dy.into_slice();
             // Free what dy was computed from before the convolutions allocate their workspaces.
             drop((dz_scratch, pooled_scratch));
-            dz = Some(of_tile).filter(|_| images.end < all.end);
+            upstream = Some((of_z, pooled)).filter(|_| images.end < all.end);
             if let Some(sum) = &mut of_bias {
                 sum.add(convolution, count, dy)?;
             }
@@ -201,7 +242,7 @@ impl Block {
         }
         gradients.x = match of_x {
             Some(gradient) => Some(gradient.finish(convolution)?),
-            None => wanted.x.then_some(Gradient::Given(x.x)),
+            None => wanted.x.then_some(Gradient::Given(())),
         };
         gradients.weight = of_weight.map(WeightGradient::finish);
         gradients.bias = of_bias.map(BiasGradient::finish);
@@ -215,39 +256,47 @@ pub(super) struct OfNorm<'a> {
     pub(super) through: Option<(BackwardSums, usize)>,
 }
 
+/// What the first half of backward hands to the second.
+struct Begun<'a> {
+    y: OutputTiles<'a>,
+    normalizer: Normalizer,
+    /// The sums of batch norm, if its gradients need them.
+    sums: Option<BackwardSums>,
+    pooled: Pooled<'a>,
+}
+
 /// The sums over the batch that batch norm's gradients need.
-fn sums<H: Images>(
+fn sums(
     normalizer: &Normalizer,
-    x: &Input<H>,
+    x: &dyn Images,
     y: &OutputTiles<'_>,
-    dz: &mut Upstream<'_, H>,
+    (mut upstream, pooled): (Upstream<'_>, &Pooled<'_>),
 ) -> Result<BackwardSums> {
     let (convolution, parameters) = (y.convolution, y.parameters);
     let [images, ..] = convolution.output_shape();
     let mut sums = BackwardSumsInParts::new(&convolution.output_extent(images))?;
-    let by = dz.pooled.block.normalization(normalizer, [parameters.gamma, parameters.beta]);
+    let by = upstream.block.normalization(normalizer, [parameters.gamma, parameters.beta]);
     let (mut x_scratch, mut y_scratch, mut pooled_scratch) = (None, None, None);
     for images in convolution.tiles() {
         let memory = [&mut y_scratch, &mut None];
-        let y = y.get(images.clone(), || x.x.read(images.clone(), &mut x_scratch), memory)?;
-        dz.pass(images.clone())?;
+        let y = y.get(images.clone(), || x.read(images.clone(), &mut x_scratch), memory)?;
+        upstream.pass(images.clone())?;
         let mut dz_scratch = None;
-        let read = dz.dz.read(images.clone(), &mut dz_scratch)?;
-        let upstream = dz.pooled.backward(&images, read, &mut pooled_scratch)?;
-        sums.add(convolution.device().compute(), y, upstream, &by)?;
+        let dz = upstream.dz.read(images.clone(), &mut dz_scratch)?;
+        let dz = pooled.backward(&images, dz, &mut pooled_scratch)?;
+        sums.add(convolution.device().compute(), y, dz, &by)?;
     }
-    dz.behind = None;
     sums.finish()
 }
 
 /// x. If it has no other owner, dx overwrites it, tile by tile.
-pub(super) struct Input<H> {
-    pub(super) x: H,
+pub(super) struct Input<'a> {
+    pub(super) x: &'a mut dyn Images,
     mine: bool,
 }
 
-impl<H: Images> Input<H> {
-    fn new(of: &TiledConv, mut x: H) -> Result<Input<H>> {
+impl<'a> Input<'a> {
+    fn new(of: &TiledConv, x: &'a mut dyn Images) -> Result<Input<'a>> {
         let mine = match x.overwrite() {
             Some(x) => {
                 check_len(NAME, "x", x.len(), of.input_shape().iter().product())?;
@@ -269,19 +318,19 @@ impl<H: Images> Input<H> {
 }
 
 /// dz, and what it goes through on its way to the gradient of the activation's output.
-pub(super) struct Upstream<'a, H> {
-    pub(super) dz: H,
+pub(super) struct Upstream<'a> {
+    pub(super) block: &'a Block,
+    pub(super) dz: &'a mut dyn Images,
     /// z and the activation that dz must still go through; z tells where the activation passed its input. `None` once
     /// that is done, or if the normalisation includes the activation.
-    pub(super) behind: Option<(H, Pointwise)>,
-    pub(super) pooled: Pooled<'a>,
+    pub(super) behind: Option<(Box<dyn Images + 'a>, Pointwise)>,
 }
 
-impl<H: Images> Upstream<'_, H> {
+impl Upstream<'_> {
     /// Takes some images of dz through that activation, in the buffer of dz if it has no other owner.
     fn pass(&mut self, images: Range<usize>) -> Result<()> {
         let Some((z, activation)) = &self.behind else { return Ok(()) };
-        let block = self.pooled.block;
+        let block = self.block;
         let (cpu, place) = (block.device().compute(), block.output_place(&images));
         let mut scratch = None;
         let z = z.read(images, &mut scratch)?;

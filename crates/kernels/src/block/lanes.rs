@@ -1,6 +1,6 @@
 //! Backward of the block where each thread runs tiles of its own: see [`TiledConv::in_lanes`].
 
-use super::backward::{Input, OfNorm, Upstream};
+use super::backward::{Input, OfNorm, Pooled, Upstream};
 use super::recompute::OutputTiles;
 use super::{Block, Gradients, NAME, Wanted};
 use crate::batch_norm::{BackwardSums, BackwardSumsInParts, Normalizer, backward_elemt};
@@ -33,20 +33,18 @@ fn output(of: &TiledConv, needed: bool) -> Result<Option<Buffer>> {
 }
 
 /// The sums over the batch that batch norm's gradients need. Takes dz through the activation that is behind it.
-pub(super) fn sums<H: Images>(
+pub(super) fn sums(
     normalizer: &Normalizer,
-    x: &Input<H>,
+    x: &dyn Images,
     y: &OutputTiles<'_>,
-    upstream: &mut Upstream<'_, H>,
+    (upstream, pooled): (Upstream<'_>, &Pooled<'_>),
 ) -> Result<BackwardSums> {
     let (of, parameters) = (y.convolution, y.parameters);
-    let Upstream { dz, behind, pooled } = upstream;
-    let (block, cpu) = (pooled.block, of.cpu());
+    let (Upstream { block, dz, behind }, cpu) = (upstream, of.cpu());
     let sums = BackwardSumsInParts::new(&of.output_extent(of.output_shape()[0]))?;
     let by = block.normalization(normalizer, [parameters.gamma, parameters.beta]);
-    let behind = behind.take();
     let reader = |(z, activation)| -> Result<_> { Ok((Reader::new(of, z)?, activation)) };
-    let behind = behind.as_ref().map(|(z, activation)| reader((z, *activation))).transpose()?;
+    let behind = behind.as_ref().map(|(z, activation)| reader((&**z, *activation))).transpose()?;
     // Either dz is changed tile by tile, or it is read.
     let (changed, dz) = match &behind {
         Some(_) => {
@@ -56,7 +54,7 @@ pub(super) fn sums<H: Images>(
         }
         None => (of.tiles().map(|_| None).collect(), Some(Reader::new(of, dz)?)),
     };
-    let x = Reader::new(of, &x.x)?;
+    let x = Reader::new(of, x)?;
     let (input, image) = (of.input_type(), (of.output_type(), block.output_image()));
     let of_z = |reader: Option<&Reader<'_>>| reader.map_or(Ok(None), |reader| reader.scratch(of, image));
     let lanes = of.for_lanes(|| {
@@ -100,21 +98,21 @@ struct Places<'a> {
 
 impl Block {
     /// Computes dy tile by tile, and from it each tile's part of the convolution's gradients.
-    pub(super) fn gradients_in_lanes<H: Images>(
+    pub(super) fn gradients_in_lanes(
         &self,
         of_norm: &OfNorm<'_>,
-        (mut x, sum): (Input<H>, Option<H>),
-        (y, upstream): (&OutputTiles<'_>, &Upstream<'_, H>),
-        (wanted, gradients): (&Wanted, &mut Gradients<H>),
+        (mut x, sum): (Input<'_>, Option<&mut dyn Images>),
+        (y, dz, pooled): (&OutputTiles<'_>, &dyn Images, &Pooled<'_>),
+        (wanted, gradients): (&Wanted, &mut Gradients<()>),
     ) -> Result<()> {
         let (of, parameters, cpu) = (&self.convolution, y.parameters, self.convolution.cpu());
         let through = of_norm.through.as_ref().map(|(sums, count)| (sums, *count));
         let by = self.normalization(of_norm.normalizer, [parameters.gamma, parameters.beta]);
-        let (pooled, dz) = (&upstream.pooled, Reader::new(of, &upstream.dz)?);
+        let dz = Reader::new(of, dz)?;
         let mut of_weight = wanted.weight.then(|| PartsOfTiles::of_weight(of)).transpose()?;
         let mut of_bias = wanted.bias.then(|| PartsOfTiles::of_bias(of)).transpose()?;
         let overwrites = wanted.x && sum.is_none() && x.can_be_overwritten();
-        let mut of_x = (wanted.x && !overwrites).then(|| InputGradient::<H>::new(sum));
+        let mut of_x = (wanted.x && !overwrites).then(|| InputGradient::new(sum));
         let reads_x = !overwrites && (wanted.weight || y.recomputes());
         let passes = [
             y.recomputes().then_some(Pass::Forward),
@@ -130,7 +128,7 @@ impl Block {
                 overwritten = Some(of.cut(x.all(), of.input_image()));
                 None
             }
-            false => reads_x.then(|| Reader::new(of, &x.x)).transpose()?,
+            false => reads_x.then(|| Reader::new(of, &*x.x)).transpose()?,
         };
         let lanes = of.for_lanes(|| {
             let input = (of.input_type(), of.input_image());
@@ -184,7 +182,7 @@ impl Block {
         })?;
         gradients.x = match of_x {
             Some(gradient) => Some(gradient.finish(of)?),
-            None => wanted.x.then_some(Gradient::Given(x.x)),
+            None => wanted.x.then_some(Gradient::Given(())),
         };
         gradients.weight = of_weight.map(|parts| parts.finish(of)).transpose()?;
         gradients.bias = of_bias.map(|parts| parts.finish(of)).transpose()?;

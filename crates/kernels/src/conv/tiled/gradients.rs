@@ -52,9 +52,19 @@ impl TiledConv {
         &self,
         dy: &dyn Images,
         weight: Slice<'_>,
-        sum: Option<H>,
+        mut sum: Option<H>,
     ) -> Result<Gradient<H>> {
-        let mut gradient = InputGradient::new(sum);
+        let gradient = InputGradient::new(sum.as_mut().map(|sum| -> &mut dyn Images { sum }));
+        let gradient = self.input_gradient_of(dy, weight, gradient)?;
+        Ok(gradient.given(|| sum.expect("it was added to")))
+    }
+
+    fn input_gradient_of(
+        &self,
+        dy: &dyn Images,
+        weight: Slice<'_>,
+        mut gradient: InputGradient<'_>,
+    ) -> Result<Gradient<()>> {
         if self.lanes == 1 {
             let mut scratch = None;
             for images in self.tiles() {
@@ -157,17 +167,27 @@ pub enum Gradient<H> {
     New(Buffer),
 }
 
+impl Gradient<()> {
+    /// The same gradient, with the tensor that was given.
+    pub(crate) fn given<H>(self, tensor: impl FnOnce() -> H) -> Gradient<H> {
+        match self {
+            Gradient::Given(()) => Gradient::Given(tensor()),
+            Gradient::New(buffer) => Gradient::New(buffer),
+        }
+    }
+}
+
 /// The gradient of a convolution's input, computed tile by tile and, if there is an earlier sum, added to it.
-pub(crate) struct InputGradient<H> {
-    sum: Option<H>,
+pub(crate) struct InputGradient<'a> {
+    sum: Option<&'a mut dyn Images>,
     /// Allocated when it is first written, so that earlier work can use the memory.
     alone: Option<Buffer>,
     scratch: Option<Buffer>,
 }
 
-impl<H: Images> InputGradient<H> {
+impl<'a> InputGradient<'a> {
     /// Adds to `sum`, if given, which nobody else should read.
-    pub(crate) fn new(sum: Option<H>) -> InputGradient<H> {
+    pub(crate) fn new(sum: Option<&'a mut dyn Images>) -> InputGradient<'a> {
         InputGradient { sum, alone: None, scratch: None }
     }
 
@@ -216,13 +236,13 @@ impl<H: Images> InputGradient<H> {
         at_least(&mut self.alone, &of.device, of.input_type(), of.images * of.input_image())
     }
 
-    /// The whole gradient.
+    /// The whole gradient: the sum that was given, or a new buffer.
     ///
     /// # Errors
     /// If there is no memory.
-    pub(crate) fn finish(mut self, of: &TiledConv) -> Result<Gradient<H>> {
-        if let Some(sum) = self.sum {
-            return Ok(Gradient::Given(sum));
+    pub(crate) fn finish(mut self, of: &TiledConv) -> Result<Gradient<()>> {
+        if self.sum.is_some() {
+            return Ok(Gradient::Given(()));
         }
         // Without images it has not been allocated yet.
         self.all(of)?;
