@@ -17,8 +17,8 @@ use crate::kernels::profile::TARGET;
 use serde::Serialize;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
-use tracing::subscriber::DefaultGuard;
-use tracing::{Event, Metadata, Subscriber};
+use tracing::subscriber::{DefaultGuard, NoSubscriber};
+use tracing::{Dispatch, Event, Metadata, Subscriber};
 
 use super::failure::Result;
 use super::output;
@@ -33,6 +33,9 @@ const SHORTEST: f64 = 1e-9;
 pub(crate) struct Profile {
     listener: Arc<Listener>,
     _guard: DefaultGuard,
+    /// A second subscriber, which records nothing. With one alone, `tracing` asks the thread that comes to a span first whether anybody
+    /// listens, for all threads and for ever; the threads of the team have no subscriber and would say no.
+    _other: Dispatch,
     file: PathBuf,
 }
 
@@ -40,7 +43,8 @@ impl Profile {
     pub(crate) fn start(file: &Path) -> Profile {
         let listener = Arc::new(Listener { start: Instant::now(), state: Mutex::default() });
         let guard = tracing::subscriber::set_default(listener.clone());
-        Profile { listener, _guard: guard, file: file.to_owned() }
+        let other = Dispatch::new(NoSubscriber::new());
+        Profile { listener, _guard: guard, _other: other, file: file.to_owned() }
     }
 
     /// Leaves the spans so far out of the table: first steps measure algorithms and touch their memory for the first time.
