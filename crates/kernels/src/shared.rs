@@ -42,6 +42,12 @@ impl<'a, T> Shared<'a, T> {
         unsafe { std::slice::from_raw_parts_mut(self.start.add(at), len) }
     }
 
+    /// The address of the element at `at`, which need not be valid.
+    #[inline(always)]
+    pub(crate) fn address(&self, at: usize) -> *const T {
+        self.start.wrapping_add(at)
+    }
+
     /// Where the element at `at` lies.
     ///
     /// # Safety

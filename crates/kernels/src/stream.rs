@@ -157,6 +157,33 @@ fn fetch<const L1: bool>(from: *const f32, len: usize) {
     }
 }
 
+/// Memory that is fetched into the L2 cache little by little, in the midst of arithmetic that needs it later.
+pub(crate) struct Ahead<const N: usize> {
+    /// Where each part starts, and its floats.
+    parts: [(*const f32, usize); N],
+    /// Floats of each part that a step fetches, whole cache lines.
+    shares: [usize; N],
+    step: usize,
+}
+
+impl<const N: usize> Ahead<N> {
+    /// Parts that so many steps fetch. The addresses need not be valid.
+    pub(crate) fn of(parts: [(*const f32, usize); N], steps: usize) -> Ahead<N> {
+        let shares = parts.map(|(_, len)| len.div_ceil(steps.max(1)).next_multiple_of(LINE));
+        Ahead { parts, shares, step: 0 }
+    }
+
+    /// Starts to fetch the next share of each part.
+    #[inline(always)]
+    pub(crate) fn step(&mut self) {
+        for ((from, len), share) in self.parts.into_iter().zip(self.shares) {
+            let at = self.step * share;
+            prefetch_to_l2(from.wrapping_add(at), share.min(len.saturating_sub(at)));
+        }
+        self.step += 1;
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::panic::{AssertUnwindSafe, catch_unwind};

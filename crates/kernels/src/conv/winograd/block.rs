@@ -10,6 +10,7 @@ use super::memory::{Grid, load};
 use super::transforms::{Filter, Output, Transform, column_of};
 use crate::shared::Shared;
 use crate::simd;
+use crate::stream::Ahead;
 
 /// Vectors of one side of the products that are multiplied at once: two, unless one of only a few vectors would then be all
 /// zeros.
@@ -69,6 +70,8 @@ pub(super) struct Multiply<'a, F> {
     /// Tiles of the block.
     pub(super) count: usize,
     pub(super) slice: usize,
+    /// What is fetched meanwhile.
+    pub(super) ahead: &'a mut Ahead<2>,
 }
 
 impl<F: Filter> WithSimd for Multiply<'_, F> {
@@ -100,6 +103,7 @@ impl<F: Filter> Multiply<'_, F> {
             for (filters, products) in pairs {
                 let groups = inputs.chunks_exact(ROWS * depth).zip(products.chunks_exact_mut(ROWS * pair));
                 for (inputs, products) in groups.take(self.count.div_ceil(ROWS)) {
+                    self.ahead.step();
                     product::<S, ROWS, V>(
                         simd,
                         &inputs[..ROWS * channels],

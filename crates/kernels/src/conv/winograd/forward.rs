@@ -11,6 +11,10 @@ use crate::Cpu;
 use crate::conv::problem::ConvProblem;
 use crate::shared::Shared;
 use crate::simd;
+use crate::stream::Ahead;
+
+/// Runs of blocks for each worker.
+const RUNS: usize = 8;
 
 /// Which convolution the tiles compute.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -106,6 +110,16 @@ impl<F: Filter> Tiles<F> {
         self.geometry.tiles().div_ceil(self.block)
     }
 
+    /// Blocks that a worker takes at once, one after the other, so that it knows what it will read next. The workers should end
+    /// together.
+    fn run_of_blocks(&self) -> usize {
+        match self.workers {
+            1 => self.blocks(),
+            workers => self.blocks().div_ceil(RUNS * workers),
+        }
+        .max(1)
+    }
+
     fn panels(&self) -> usize {
         self.geometry.outputs.div_ceil(self.width)
     }
@@ -187,13 +201,18 @@ impl<F: Filter> Tiles<F> {
                 let panels = first.chunks_mut(filters_len).enumerate();
                 cpu.for_each(work, panels, |(panel, filters)| call.transform_filters([panel, 0], filters));
                 let workers = scratch.chunks_mut(worker_len);
-                cpu.for_each_with(work, workers, 0..self.blocks(), |scratch, block| {
+                let runs = (0..self.blocks()).step_by(self.run_of_blocks());
+                cpu.for_each_with(work, workers, runs, |scratch, first_block| {
                     let (inputs, products) = scratch.split_at_mut(inputs_len);
-                    let tiles = self.block_tiles(block);
-                    call.transform_inputs(tiles.clone(), tiles.start, Shared::new(inputs));
-                    for (panel, filters) in first.chunks(filters_len).enumerate() {
-                        call.multiply([inputs, filters], products, tiles.len(), 0);
-                        call.transform_outputs(products, tiles.clone(), panel);
+                    let end = (first_block + self.run_of_blocks()).min(self.blocks());
+                    for block in first_block..end {
+                        let tiles = self.block_tiles(block);
+                        call.transform_inputs(tiles.clone(), tiles.start, Shared::new(inputs));
+                        let mut ahead = call.ahead(&tiles);
+                        for (panel, filters) in first.chunks(filters_len).enumerate() {
+                            call.multiply([inputs, filters], products, (tiles.len(), 0), &mut ahead);
+                            call.transform_outputs(products, tiles.clone(), panel);
+                        }
                     }
                 });
             }
@@ -211,7 +230,8 @@ impl<F: Filter> Tiles<F> {
                     let (filters, products) = scratch.split_at_mut(filters_len);
                     for (slice, inputs) in first.chunks(inputs_len).enumerate() {
                         call.transform_filters([panel, slice], filters);
-                        call.multiply([inputs, filters], products, tiles.len(), slice);
+                        let none = &mut Ahead::of([(std::ptr::null(), 0); 2], 1);
+                        call.multiply([inputs, filters], products, (tiles.len(), slice), none);
                     }
                     call.transform_outputs(products, tiles.clone(), panel);
                 });
@@ -255,9 +275,30 @@ impl<F: Filter> Call<'_, F> {
         simd::run(self.cpu.isa(), TransformInputs { call: self, tiles, first, to });
     }
 
+    /// What the products of a block fetch meanwhile: the inputs of the next block, and the outputs of this one.
+    fn ahead(&self, block: &Range<usize>) -> Ahead<2> {
+        let Tiles { geometry, vectors, width, .. } = *self.tiles;
+        // The pixels of several groups lie between each other, so that each would fetch those of all.
+        let of = |tiles: Range<usize>| if geometry.groups == 1 { tiles } else { 0..0 };
+        let x = geometry.floats_of(self.x.len(), of(block.end..block.end + block.len()));
+        let y = geometry.floats_of(self.output.len(), of(block.clone()));
+        let parts =
+            [(self.x.as_ptr().wrapping_add(x.start), x.len()), (self.output.address(y.start), y.len())];
+        let groups = block.len().div_ceil(self.tiles.rows());
+        let pairs = self.tiles.panels() * width / (vectors * self.cpu.isa().lanes());
+        Ahead::of(parts, geometry.points() * pairs * groups)
+    }
+
     /// Multiplies `count` tiles.
-    fn multiply(&self, [inputs, filters]: [&[f32]; 2], products: &mut [f32], count: usize, slice: usize) {
-        simd::run(self.cpu.isa(), Multiply { tiles: self.tiles, inputs, filters, products, count, slice });
+    fn multiply(
+        &self,
+        [inputs, filters]: [&[f32]; 2],
+        products: &mut [f32],
+        (count, slice): (usize, usize),
+        ahead: &mut Ahead<2>,
+    ) {
+        let tiles = self.tiles;
+        simd::run(self.cpu.isa(), Multiply { tiles, inputs, filters, products, count, slice, ahead });
     }
 
     fn transform_outputs(&self, products: &[f32], tiles: Range<usize>, panel: usize) {

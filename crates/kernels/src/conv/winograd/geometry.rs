@@ -75,12 +75,25 @@ impl<F: Filter> Geometry<F> {
         self.batch * self.output[0].div_ceil(F::OUTPUTS) * self.output[1].div_ceil(F::OUTPUTS)
     }
 
+    /// Tiles of a row.
+    #[inline(always)]
+    pub(super) fn columns(&self) -> usize {
+        self.output[1].div_ceil(F::OUTPUTS)
+    }
+
     #[inline(always)]
     pub(super) fn tile(&self, index: usize) -> Tile {
-        let columns = self.output[1].div_ceil(F::OUTPUTS);
+        let columns = self.columns();
         let rows = self.output[0].div_ceil(F::OUTPUTS);
         let (line, column) = (index / columns, index % columns);
         Tile { image: line / rows, row: line % rows * F::OUTPUTS, column: column * F::OUTPUTS }
+    }
+
+    /// About the floats of these tiles in images of `len` floats, for fetching them: tiles follow each other as the pixels do, a row
+    /// of tiles after the other. So these are a row of tiles ahead.
+    pub(super) fn floats_of(&self, len: usize, tiles: Range<usize>) -> Range<usize> {
+        let place = |tile: usize| (tile + self.columns()).min(self.tiles()) * len / self.tiles();
+        place(tiles.start)..place(tiles.end)
     }
 
     /// Floats of a square's row of pixels with `channels` channels in each group, in whole cache lines.

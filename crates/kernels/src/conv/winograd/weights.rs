@@ -1,6 +1,7 @@
 //! Backward-weights: dW = Gᵀ [sum over tiles of (A dY Aᵀ) ⊙ (Bᵀ d B)] G.
 
-use crate::simd::registers;
+use std::ops::Range;
+
 use pulp::{Simd, WithSimd};
 
 use super::block::{add_to, rows, vectors};
@@ -11,7 +12,8 @@ use super::transforms::{Filter, TapsGradient, Transform, column_of};
 use crate::Cpu;
 use crate::conv::problem::ConvProblem;
 use crate::shared::Shared;
-use crate::simd;
+use crate::simd::{self, registers};
+use crate::stream::Ahead;
 
 /// The weight gradient of a 3x3 problem by tiles of `F`.
 ///
@@ -38,7 +40,7 @@ impl<F: Filter> Weights<F> {
         let (c, k, tiles) = (geometry.channels, geometry.outputs, geometry.tiles());
         // Each thread has its own chunks, which stay in its cache, while there is room for as many sums.
         let (teams, threads, chunk) = match c * k {
-            ..=16384 => (cpu.threads(), 1, 64.min(tiles.div_ceil(cpu.threads()))),
+            ..=16384 => (cpu.threads(), 1, 32.min(tiles.div_ceil(cpu.threads()))),
             _ => (1, cpu.threads(), 128),
         };
         let chunk = tiles.div_ceil(tiles.div_ceil(chunk));
@@ -164,7 +166,7 @@ struct Call<'a, F> {
 
 impl<F: Filter> Call<'_, F> {
     /// Sums these chunks with the threads of `cpu`, and transforms the sums back if `finish`.
-    fn sum(&self, cpu: &Cpu, chunks: std::ops::Range<usize>, scratch: &mut [f32], finish: bool) {
+    fn sum(&self, cpu: &Cpu, chunks: Range<usize>, scratch: &mut [f32], finish: bool) {
         let w = self.weights;
         let isa = self.cpu.isa();
         let [gradients_len, inputs_len, sums_len] = w.lens();
@@ -185,10 +187,11 @@ impl<F: Filter> Call<'_, F> {
             }
             let (gradients, inputs) = (&*gradients, &*inputs);
             let add = |block: usize, sums: &mut [f32]| {
-                simd::run(
-                    isa,
-                    Add { weights: w, block, count, gradients, inputs, sums, fresh: chunk == start },
-                );
+                let more = chunk + 1 < end;
+                let ahead =
+                    &mut self.ahead(first + count..first + if more { 2 * count } else { count }, block);
+                let fresh = chunk == start;
+                simd::run(isa, Add { weights: w, block, count, gradients, inputs, sums, fresh, ahead });
                 if finish && chunk + 1 == end {
                     self.finish(block, &[sums]);
                 }
@@ -201,6 +204,26 @@ impl<F: Filter> Call<'_, F> {
                 cpu.for_each_with(self.work, held, 0..blocks, |sums, block| add(block, sums));
             }
         }
+    }
+
+    /// What the products of a block fetch meanwhile: its share of the next chunk of both images.
+    fn ahead(&self, next: Range<usize>, block: usize) -> Ahead<2> {
+        let w = self.weights;
+        let Geometry { groups, channels, outputs, .. } = w.geometry;
+        let blocks = w.blocks();
+        let part = |image: &[f32]| {
+            // The pixels of several groups lie between each other, so that each would fetch those of all.
+            let tiles = if groups == 1 { next.clone() } else { 0..0 };
+            let floats = w.geometry.floats_of(image.len(), tiles);
+            let share = floats.len() / (blocks[0] * blocks[1]);
+            (image.as_ptr().wrapping_add(floats.start + block * share), share)
+        };
+        let lanes = self.cpu.isa().lanes();
+        let first = w.first_of(block);
+        let rows = w.block[0].min(outputs - first[0]).div_ceil(group(lanes)) * group(lanes)
+            / rows(self.cpu.isa().registers(), w.vectors);
+        let pairs = w.block[1].min(channels - first[1]).div_ceil(w.vectors * lanes);
+        Ahead::of([part(self.x), part(self.dy)], w.geometry.points() * rows * pairs)
     }
 
     /// Transforms the sums of all teams into the filter gradients of a block.
@@ -262,6 +285,8 @@ struct Add<'a, F> {
     sums: &'a mut [f32],
     /// Whether the sums hold nothing yet.
     fresh: bool,
+    /// What is fetched meanwhile.
+    ahead: &'a mut Ahead<2>,
 }
 
 impl<F: Filter> WithSimd for Add<'_, F> {
@@ -297,6 +322,7 @@ impl<F: Filter> Add<'_, F> {
                     let v = &inputs[j * w.chunk * width..][..self.count * width];
                     let sums = &mut sums[(i * w.block[1] / width + j) * group * width..][..group * width];
                     for (part, sums) in sums.chunks_exact_mut(ROWS * width).enumerate() {
+                        self.ahead.step();
                         add_product::<S, ROWS, V>(simd, (z, group, part * ROWS), v, sums, self.fresh);
                     }
                 }
