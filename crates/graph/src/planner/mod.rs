@@ -6,6 +6,7 @@
 
 pub mod blocks;
 mod graphs;
+mod remembered;
 pub mod search;
 mod timing;
 

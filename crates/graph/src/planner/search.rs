@@ -10,6 +10,7 @@ use convoke_kernels::tune::Tuner;
 
 use super::MemoryPrediction;
 use super::blocks::BlockKind;
+use super::remembered::Place;
 use super::timing::Trial;
 use crate::modules::FusedBlock;
 
@@ -390,7 +391,7 @@ pub fn limited<R>(tuner: &Tuner, limit: Option<usize>, work: impl FnOnce() -> R)
     result
 }
 
-/// Times each kind with each way to keep and returns the choices of each kind; `None` if `progress` stopped it.
+/// The times of each kind with each way to keep, remembered or measured: returns the choices of each kind; `None` if `progress` stopped it.
 fn time_kinds(
     device: &Device,
     kinds: &[BlockKind],
@@ -403,26 +404,45 @@ fn time_kinds(
         if progress(PlannerProgress { done, total: kinds.len() }).is_break() {
             return Ok(None);
         }
-        let trial = Trial::new(device, kind).map_err(convoke_autograd::Error::from)?;
         // `Auto` stands for one of the others.
-        let keeps = Keep::ALL.into_iter().filter(|&keep| keep != Keep::Auto);
-        let mut choices: Vec<Choice> =
-            keeps.map(|keep| Choice { keep, seconds: f64::INFINITY, saved: 0 }).collect();
-        for round in 0..=ROUNDS {
-            for choice in &mut choices {
-                let seconds = trial.run(choice.keep).map_err(convoke_autograd::Error::from)?;
-                // The first round does not count: its caches are cold and its memory is fresh.
-                if round > 0 {
-                    choice.seconds = choice.seconds.min(seconds);
-                }
-            }
-            if round > 0 && start.elapsed() > options.time_budget {
-                break;
-            }
-        }
-        all.push(choices);
+        let keeps: Vec<Keep> = Keep::ALL.into_iter().filter(|&keep| keep != Keep::Auto).collect();
+        let place = Place::of(device, kind)?;
+        let seconds = match place.seconds(&keeps) {
+            Some(seconds) => seconds,
+            None => time_kind(device, kind, &keeps, (&place, start + options.time_budget))?,
+        };
+        let choice = |(keep, seconds)| Choice { keep, seconds, saved: 0 };
+        all.push(keeps.into_iter().zip(seconds).map(choice).collect());
     }
     device.trim();
     let _ = progress(PlannerProgress { done: kinds.len(), total: kinds.len() });
     Ok(Some(all))
+}
+
+/// The least seconds of a kind with each way to keep. They are remembered at `place`, unless the time was up before all rounds.
+fn time_kind(
+    device: &Device,
+    kind: &BlockKind,
+    keeps: &[Keep],
+    (place, end): (&Place<'_>, Instant),
+) -> convoke_autograd::Result<Vec<f64>> {
+    let trial = Trial::new(device, kind)?;
+    let mut samples: Vec<(Keep, Vec<f64>)> = keeps.iter().map(|&keep| (keep, Vec::new())).collect();
+    for round in 0..=ROUNDS {
+        for (keep, seconds) in &mut samples {
+            let run = trial.run(*keep)?;
+            // The first round does not count: its caches are cold and its memory is fresh.
+            if round > 0 {
+                seconds.push(run);
+            }
+        }
+        if round > 0 && round < ROUNDS && Instant::now() > end {
+            break;
+        }
+        if round == ROUNDS {
+            place.remember(&samples);
+        }
+    }
+    let least = |seconds: &[f64]| seconds.iter().copied().fold(f64::INFINITY, f64::min);
+    Ok(samples.iter().map(|(_, seconds)| least(seconds)).collect())
 }

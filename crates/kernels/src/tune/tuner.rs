@@ -198,6 +198,17 @@ impl Tuner {
         self.stored(&mut known, &contest)
     }
 
+    /// A result of something else than algorithms, which was [remembered](Tuner::remember) under this key.
+    pub fn remembered(&self, key: &Key, cpu: &Cpu) -> Option<Record> {
+        self.load(&mut self.known(), key, cpu.isa())
+    }
+
+    /// Stores a result of something else than algorithms in the cache, if there is one. Its key must not be one of
+    /// [`Tuner::key`] or [`Tuner::max_pool_key`].
+    pub fn remember(&self, record: &Record, cpu: &Cpu) {
+        self.save(&mut self.known(), record, cpu.isa());
+    }
+
     /// The first algorithm that could take part now and that `record`, of this problem, does not have in its present
     /// revision: a reason to measure again.
     pub fn unknown_to(
@@ -416,7 +427,8 @@ impl Tuner {
         subject: &dyn Subject,
         progress: &mut dyn FnMut(f64),
     ) -> Result<Tuning> {
-        let incumbent = self.load(known, subject.contest()).map(|record| record.chosen);
+        let incumbent =
+            self.load(known, &subject.contest().key, subject.contest().cpu.isa()).map(|record| record.chosen);
         let budget = self.inner.options.budget;
         let tuning = self.measure(known, subject, budget, incumbent, progress)?;
         self.settle(known, subject.contest(), &tuning);
@@ -436,7 +448,7 @@ impl Tuner {
     fn decide(&self, known: &mut Known, subject: &dyn Subject) -> Option<Tuning> {
         let contest = subject.contest();
         let options = &self.inner.options;
-        let record = self.load(known, contest);
+        let record = self.load(known, &contest.key, contest.cpu.isa());
         let usable = record.as_ref().filter(|record| options.frozen || contest.is_current(record));
         if let Some(tuning) = usable.and_then(|record| contest.tuning_of(record, Source::Cached)) {
             return Some(tuning);
@@ -504,14 +516,15 @@ impl Tuner {
         record.chosen = chosen.algorithm.clone();
         // A candidate that found no memory now may find it in another run, which must not take this result for complete.
         if !outcomes.iter().any(|outcome| outcome.no_memory().is_some()) {
-            self.save(known, contest, &record);
+            self.save(known, &record, contest.cpu.isa());
         }
         Ok(contest.tuning(record.chosen, Source::Measured, record.candidates))
     }
 
     /// The cached result, if it is up to date.
     fn stored(&self, known: &mut Known, contest: &Contest) -> Option<Tuning> {
-        let record = self.load(known, contest).filter(|record| contest.is_current(record))?;
+        let record =
+            self.load(known, &contest.key, contest.cpu.isa()).filter(|record| contest.is_current(record))?;
         contest.tuning_of(&record, Source::Cached)
     }
 
@@ -520,16 +533,16 @@ impl Tuner {
     }
 
     /// The stored result; `None`, with a warning, if it is damaged.
-    fn load(&self, known: &mut Known, contest: &Contest) -> Option<Record> {
-        let loaded = self.cache(contest.cpu.isa())?.load(&contest.key);
+    fn load(&self, known: &mut Known, key: &Key, isa: Isa) -> Option<Record> {
+        let loaded = self.cache(isa)?.load(key);
         loaded.unwrap_or_else(|error| {
             self.warn_of_cache(known, &format!("a stored tuning result is not used: {error}"));
             None
         })
     }
 
-    fn save(&self, known: &mut Known, contest: &Contest, record: &Record) {
-        let saved = self.cache(contest.cpu.isa()).map_or(Ok(()), |cache| cache.save(record));
+    fn save(&self, known: &mut Known, record: &Record, isa: Isa) {
+        let saved = self.cache(isa).map_or(Ok(()), |cache| cache.save(record));
         if let Err(error) = saved {
             self.warn_of_cache(known, &format!("tuning results cannot be kept: {error}"));
         }

@@ -6,6 +6,7 @@ use std::time::Duration;
 use crate::common::{self, blocks, check_same_state, snapshot, spec};
 use convoke_autograd::{Cpu, Device, DeviceOptions};
 use convoke_distributed::{Options, run_threads};
+use convoke_kernels::tune::{Effort, Tuner, TunerOptions};
 use convoke_nn::data::{DatasetInfo, Datasets, noise, silent};
 use convoke_nn::modules::{ConvBnMode, Keep};
 use convoke_nn::planner::{MemoryPlan, Planner, PlannerOptions};
@@ -38,10 +39,34 @@ fn data(model: &str, images: usize) -> Datasets {
 const MODELS: [(&str, usize); 4] = [("mnist-cnn", 12), ("segnet", 3), ("resnet20", 6), ("resnet50", 2)];
 
 fn planner(device: &Device, model: &str, batch_size: usize) -> Planner {
-    let options = PlannerOptions { time_budget: Duration::from_millis(1) };
+    timed_for(Duration::from_millis(1), device, model, batch_size)
+}
+
+fn timed_for(time_budget: Duration, device: &Device, model: &str, batch_size: usize) -> Planner {
+    let options = PlannerOptions { time_budget };
     let (config, data) = (config(model, batch_size), data(model, batch_size));
     let mut go_on = |_| ControlFlow::Continue(());
     Planner::new(device, &config, &data, &options, &mut go_on).unwrap().unwrap()
+}
+
+/// Times are measured to the nanosecond: they are equal only if they were measured once.
+#[test]
+fn a_second_planner_gets_its_times_from_the_cache() {
+    let folder = tempfile::tempdir().unwrap();
+    let tuner = || {
+        let cache = Some(folder.path().to_owned());
+        Tuner::new(TunerOptions { cache, effort: Effort::Heuristic, ..TunerOptions::default() }).unwrap()
+    };
+    let device = || Device::new(DeviceOptions { tuner: tuner(), ..DeviceOptions::new(Cpu::new(2).unwrap()) });
+    let curve = |time: Duration| timed_for(time, &device(), "resnet20", 4).curve().unwrap();
+    let seconds = |curve: &[MemoryPlan]| -> Vec<f64> {
+        curve.iter().flat_map(|plan| &plan.blocks).map(|block| block.seconds).collect()
+    };
+    // What was timed for too short a time is not kept.
+    let hasty = curve(Duration::ZERO);
+    let first = curve(Duration::from_secs(3600));
+    assert_ne!(seconds(&hasty), seconds(&first));
+    assert_eq!(curve(Duration::ZERO), first);
 }
 
 /// Trains two steps by a plan: the second takes what the plan says.

@@ -150,6 +150,25 @@ impl TiledConv {
         Ok(self.device.tuner().plan(&part, pass, &self.cpu()))
     }
 
+    /// The algorithms of these passes for each size of a tile, with their revisions as far as the
+    /// tuner's cache has them: what the times of this convolution depend on.
+    ///
+    /// # Errors
+    /// If no algorithm is left.
+    pub fn algorithms(&self, passes: &[Pass]) -> Result<Vec<(String, u32)>> {
+        let mut algorithms = Vec::new();
+        for images in self.tile_sizes() {
+            for &pass in passes {
+                let plan = self.plan(pass, images)?;
+                let cached = self.device.tuner().cached(plan.problem(), pass, plan.cpu());
+                let candidates = cached.map_or_else(Vec::new, |tuning| tuning.candidates);
+                let revision = candidates.iter().find(|candidate| candidate.algorithm == plan.algorithm());
+                algorithms.push((plan.algorithm().to_owned(), revision.map_or(0, |found| found.revision)));
+            }
+        }
+        Ok(algorithms)
+    }
+
     /// Runs in a lane's workspace, or else in a buffer for this run.
     fn run(&self, plan: &ConvPlan, operands: ConvOperands<'_>, workspace: &mut Option<Buffer>) -> Result<()> {
         if let Some(workspace) = workspace {
