@@ -112,22 +112,41 @@ pub(super) fn of(totals: &HashMap<String, Total>, limits: &Limits) -> String {
         kinds.entry(kind).or_default().add(&sum);
     }
     let header = |first: &str| {
-        [first, "calls", "ms", "share", "GFLOP/s", "GB/s", "of limit"].map(str::to_owned).to_vec()
+        [first, "calls", "ms", "share", "MB", "GFLOP/s", "GB/s", "of limit"].map(str::to_owned).to_vec()
     };
     let mut cells = vec![header("kind of work")];
     cells.extend(rows(&kinds, step));
     cells.push(header("convolution"));
     cells.extend(rows(&convolutions, step));
     format!(
-        "a step of {} ms: {}\n{}\
-         calls and ms are those of a step, without what is within and has a row of its own; GFLOP/s of convolutions are those\n\
+        "a step of {} ms: {}\n{}{}\
+         calls, ms and MB are those of a step, without what is within and has a row of its own; GFLOP/s of convolutions are those\n\
          of direct convolution. of limit: the least time for what was done, of the time taken. Operations (those really done:\n\
          Winograd and FFT do fewer) are held against the peak, bytes against memory, both measured after the run, or against\n\
          the fastest call on as many bytes if caches made it faster: {}\n",
         milliseconds(step.seconds),
         parts.join(", "),
         text::align(&cells),
+        whole(&kinds, step, limits),
         limits.text()
+    )
+}
+
+/// All that kernels do in a step, and the time that the machine needs for that at least.
+fn whole(kinds: &HashMap<String, Sum>, step: &Total, limits: &Limits) -> String {
+    let per_step = |amount: f64| amount / step.calls as f64;
+    let loads = || kinds.values().flat_map(|sum| sum.total.loads.values());
+    let [bytes, operations] =
+        [loads().map(|load| load.bytes).sum(), loads().map(|load| load.operations).sum()].map(per_step);
+    let [moving, computing] = [bytes / limits.memory, operations / limits.peak];
+    format!(
+        "kernels read and write {:.1} MB, which memory moves in {:.1} ms, and do {:.2} GFLOP, {:.1} ms at the peak: a step takes\n\
+         {:.2} times the longer of the two\n",
+        bytes / 1e6,
+        1e3 * moving,
+        operations / 1e9,
+        1e3 * computing,
+        per_step(step.seconds) / moving.max(computing),
     )
 }
 
@@ -138,7 +157,7 @@ fn rows(sums: &HashMap<String, Sum>, step: &Total) -> Vec<Vec<String>> {
     sorted.sort_by(|a, b| b.1.total.own.total_cmp(&a.1.total.own).then(a.0.cmp(b.0)));
     let rest = sorted.split_off(sorted.len().min(ROWS));
     let share = |part: f64| format!("{:.1} %", 100.0 * part);
-    let row = |name: &str, Sum { total, least }: &Sum| {
+    let row = |name: &str, bytes: f64, Sum { total, least }: &Sum| {
         let rate = |amount: f64| match amount {
             0.0 => "-".to_owned(),
             amount => format!("{:.1}", amount / total.seconds / 1e9),
@@ -148,18 +167,21 @@ fn rows(sums: &HashMap<String, Sum>, step: &Total) -> Vec<Vec<String>> {
             format!("{:.0}", total.calls as f64 / steps),
             format!("{:.1}", 1e3 * total.own / steps),
             share(total.own / step.seconds),
+            if bytes == 0.0 { "-".into() } else { format!("{:.1}", bytes / steps / 1e6) },
             rate(total.flops),
             rate(total.bytes),
             if *least == 0.0 { "-".into() } else { share(least / total.seconds) },
         ]
     };
-    let mut rows: Vec<Vec<String>> = sorted.into_iter().map(|(name, sum)| row(name, sum)).collect();
+    let mut rows: Vec<Vec<String>> =
+        sorted.into_iter().map(|(name, sum)| row(name, sum.total.bytes, sum)).collect();
     if !rest.is_empty() {
         let mut others = Sum::default();
         rest.iter().for_each(|(_, sum)| others.add(sum));
         // The rest are different kinds of work, so common rates and limits would mean nothing.
+        let bytes = others.total.bytes;
         let total = Total { flops: 0.0, bytes: 0.0, ..others.total };
-        rows.push(row(&format!("{} others", rest.len()), &Sum { total, least: 0.0 }));
+        rows.push(row(&format!("{} others", rest.len()), bytes, &Sum { total, least: 0.0 }));
     }
     rows
 }
@@ -206,12 +228,18 @@ mod tests {
     fn the_table_has_kinds_and_convolutions_and_how_far_from_the_limit() {
         let text = of(&totals(), &Limits::of(&totals(), 1e9, 4e9));
         assert!(text.starts_with("a step of 10.0 ms: forward 8.0 ms\n"), "{text}");
-        assert_eq!(row(&text, "convolution fwd"), ["3", "5.0", "50.0", "%", "0.5", "0.0", "42.0", "%"]);
-        assert_eq!(row(&text, "fwd mb1 direct"), ["2", "4.0", "40.0", "%", "0.5", "0.0", "50.0", "%"]);
+        assert_eq!(
+            row(&text, "convolution fwd"),
+            ["3", "5.0", "50.0", "%", "0.0", "0.5", "0.0", "42.0", "%"]
+        );
+        assert_eq!(row(&text, "fwd mb1 direct"), ["2", "4.0", "40.0", "%", "0.0", "0.5", "0.0", "50.0", "%"]);
         // The share is of the operations that it really does, not of those that direct convolution would do.
-        assert_eq!(row(&text, "fwd mb2 fft"), ["1", "1.0", "10.0", "%", "0.5", "0.0", "10.0", "%"]);
-        assert_eq!(row(&text, "normalize"), ["1", "1.5", "15.0", "%", "-", "2.0", "50.0", "%"]);
-        assert_eq!(row(&text, "forward"), ["1", "1.5", "15.0", "%", "-", "-", "-"]);
+        assert_eq!(row(&text, "fwd mb2 fft"), ["1", "1.0", "10.0", "%", "0.0", "0.5", "0.0", "10.0", "%"]);
+        assert_eq!(row(&text, "normalize"), ["1", "1.5", "15.0", "%", "3.0", "-", "2.0", "50.0", "%"]);
+        assert_eq!(row(&text, "forward"), ["1", "1.5", "15.0", "%", "-", "-", "-", "-"]);
+        let whole = "kernels read and write 3.0 MB, which memory moves in 0.8 ms, and do 0.00 GFLOP, 2.1 ms at the peak: a step takes\n\
+                     4.76 times the longer of the two\n";
+        assert!(text.contains(whole), "{text}");
         assert!(of(&HashMap::new(), &Limits::of(&HashMap::new(), 1e9, 4e9)).contains("no step"));
     }
 
@@ -221,10 +249,10 @@ mod tests {
         let mut totals = totals();
         totals.insert("convolution fwd mb3 direct".into(), calls(1, 1e-3, work(1e6, 250)));
         let text = of(&totals, &Limits::of(&totals, 1e8, 1e7));
-        assert_eq!(row(&text, "fwd mb3 direct")[6..], ["100.0", "%"], "the fastest of all: {text}");
-        assert_eq!(row(&text, "fwd mb1 direct")[6..], ["50.0", "%"], "{text}");
-        assert_eq!(row(&text, "fwd mb2 fft")[6..], ["10.0", "%"], "{text}");
-        assert_eq!(row(&text, "normalize")[6..], ["100.0", "%"], "{text}");
+        assert_eq!(row(&text, "fwd mb3 direct")[7..], ["100.0", "%"], "the fastest of all: {text}");
+        assert_eq!(row(&text, "fwd mb1 direct")[7..], ["50.0", "%"], "{text}");
+        assert_eq!(row(&text, "fwd mb2 fft")[7..], ["10.0", "%"], "{text}");
+        assert_eq!(row(&text, "normalize")[7..], ["100.0", "%"], "{text}");
         assert!(text.contains(": 1 GFLOP/s, 0.0 GB/s of memory, 2.0 GB/s on 2 MiB of it at best"), "{text}");
     }
 
