@@ -134,7 +134,7 @@ impl Leaves {
 fn nets() -> Vec<Net> {
     let pooled = Net { pool: Some(PoolOptions::new(2)), ..NETS[0] };
     let overlapping = PoolOptions { stride: [2, 1], padding: [1, 1], ..PoolOptions::new(3) };
-    let more = [pooled, Net { pool: Some(overlapping), x: [40, 8, 31, 30], channels: 24, ..pooled }];
+    let more = [pooled, Net { pool: Some(overlapping), x: [61, 8, 31, 30], channels: 24, ..pooled }];
     NETS.into_iter().chain(more).collect()
 }
 

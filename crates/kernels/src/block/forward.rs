@@ -126,15 +126,20 @@ impl Block {
         let (image, output_image) = (self.convolution.output_image(), self.output_image());
         let shape = self.output_shape();
         let mut z = self.device().buffer(y.dtype(), shape.iter().product())?;
+        let (cpu, mut scratch) = (self.device().compute(), None);
         if epilogue.is_one_pass() {
-            epilogue.run(0..shape[0], y, z.elements_mut(), None)?;
+            epilogue.run(cpu, 0..shape[0], (y, z.elements_mut()), (None, &mut scratch))?;
+            return Ok(z);
+        }
+        if self.problem.pool.is_some() && self.convolution.is_in_lanes() {
+            self.pool_in_lanes(epilogue, (y, z.elements_mut()), taken.map(Bytes::elements_mut))?;
             return Ok(z);
         }
         for images in self.convolution.tiles() {
             let place = images.start * output_image..images.end * output_image;
             let taken = taken.as_mut().map(|taken| &mut taken.elements_mut()[place.clone()]);
             let y = y.part(images.start * image..images.end * image);
-            epilogue.run(images, y, z.elements_mut().part(place), taken)?;
+            epilogue.run(cpu, images, (y, z.elements_mut().part(place)), (taken, &mut scratch))?;
         }
         Ok(z)
     }

@@ -1,6 +1,7 @@
-//! Backward of the block where each thread runs tiles of its own: see [`TiledConv::in_lanes`].
+//! The block where each thread runs tiles of its own: see [`TiledConv::in_lanes`].
 
 use super::backward::{Input, OfNorm, Pooled, Upstream};
+use super::epilogue::Epilogue;
 use super::recompute::OutputTiles;
 use super::{Block, Gradients, NAME, Wanted};
 use crate::batch_norm::{BackwardSums, BackwardSumsInParts, Normalizer, backward_elemt};
@@ -10,7 +11,7 @@ use crate::error::check_len;
 use crate::images::Images;
 use crate::memory::at_least;
 use crate::pointwise::pointwise_backward_in_place;
-use crate::{Buffer, Result, SliceMut};
+use crate::{Buffer, Result, Slice, SliceMut};
 
 /// The memory of one lane, for what it reads and computes of a tile.
 #[derive(Default)]
@@ -97,6 +98,33 @@ struct Places<'a> {
 }
 
 impl Block {
+    /// z where a pool follows; `taken` gets the index of each window's largest element.
+    pub(super) fn pool_in_lanes(
+        &self,
+        epilogue: &Epilogue<'_>,
+        (y, z): (Slice<'_>, SliceMut<'_>),
+        taken: Option<&mut [u8]>,
+    ) -> Result<()> {
+        let (of, cpu) = (&self.convolution, self.convolution.cpu());
+        // A lane cannot measure, so the algorithms are chosen here.
+        for images in of.tile_sizes() {
+            epilogue.pool(&cpu, images, taken.is_some());
+        }
+        let lanes = of.for_lanes(|| output(of, true))?;
+        let (image, output_image) = (of.output_image(), self.output_image());
+        let mut rest = taken;
+        let mut taken_of = |z: &SliceMut<'_>| {
+            let (tile, others) = rest.take()?.split_at_mut(z.len());
+            rest = Some(others);
+            Some(tile)
+        };
+        let places = of.cut(z, output_image).into_iter().map(|z| (taken_of(&z), z)).collect();
+        of.for_each_tile(lanes, places, |scratch, images, (taken, z)| {
+            let y = y.part(images.start * image..images.end * image);
+            epilogue.run(&cpu, images, (y, z), (taken, scratch))
+        })
+    }
+
     /// Computes dy tile by tile, and from it each tile's part of the convolution's gradients.
     pub(super) fn gradients_in_lanes(
         &self,

@@ -189,11 +189,12 @@ impl Recipe {
         if images.end > total {
             return Err(invalid(NAME, format!("there are no images {images:?} of {total} images")));
         }
+        let (cpu, mut scratch) = (block.device().compute(), None);
         // A whole tensor is written tile by tile too: the result is the same, and the tiles stay in the caches.
         for tile in block.convolution.tiles_of(images.clone()) {
             let place = (tile.start - images.start) * output_image..(tile.end - images.start) * output_image;
             let y = y.elements().part(tile.start * image..tile.end * image);
-            epilogue.run(tile, y, z.reborrow().part(place), None)?;
+            epilogue.run(cpu, tile, (y, z.reborrow().part(place)), (None, &mut scratch))?;
         }
         Ok(())
     }
