@@ -391,7 +391,7 @@ pub fn limited<R>(tuner: &Tuner, limit: Option<usize>, work: impl FnOnce() -> R)
     result
 }
 
-/// The times of each kind with each way to keep, remembered or measured: returns the choices of each kind; `None` if `progress` stopped it.
+/// The choices of each kind, with times that are remembered or measured now; `None` if `progress` stopped it.
 fn time_kinds(
     device: &Device,
     kinds: &[BlockKind],
@@ -436,11 +436,10 @@ fn time_kind(
                 seconds.push(run);
             }
         }
-        if round > 0 && round < ROUNDS && Instant::now() > end {
-            break;
-        }
         if round == ROUNDS {
             place.remember(&samples);
+        } else if round > 0 && Instant::now() > end {
+            break;
         }
     }
     let least = |seconds: &[f64]| seconds.iter().copied().fold(f64::INFINITY, f64::min);

@@ -230,8 +230,8 @@ impl<F: Filter> Tiles<F> {
                     let (filters, products) = scratch.split_at_mut(filters_len);
                     for (slice, inputs) in first.chunks(inputs_len).enumerate() {
                         call.transform_filters([panel, slice], filters);
-                        let none = &mut Ahead::of([(std::ptr::null(), 0); 2], 1);
-                        call.multiply([inputs, filters], products, (tiles.len(), slice), none);
+                        let count = (tiles.len(), slice);
+                        call.multiply([inputs, filters], products, count, &mut Ahead::nothing());
                     }
                     call.transform_outputs(products, tiles.clone(), panel);
                 });
@@ -278,10 +278,8 @@ impl<F: Filter> Call<'_, F> {
     /// What the products of a block fetch meanwhile: the inputs of the next block, and the outputs of this one.
     fn ahead(&self, block: &Range<usize>) -> Ahead<2> {
         let Tiles { geometry, vectors, width, .. } = *self.tiles;
-        // The pixels of several groups lie between each other, so that each would fetch those of all.
-        let of = |tiles: Range<usize>| if geometry.groups == 1 { tiles } else { 0..0 };
-        let x = geometry.floats_of(self.x.len(), of(block.end..block.end + block.len()));
-        let y = geometry.floats_of(self.output.len(), of(block.clone()));
+        let x = geometry.floats_of(self.x.len(), block.end..block.end + block.len());
+        let y = geometry.floats_of(self.output.len(), block.clone());
         let parts =
             [(self.x.as_ptr().wrapping_add(x.start), x.len()), (self.output.address(y.start), y.len())];
         let groups = block.len().div_ceil(self.tiles.rows());

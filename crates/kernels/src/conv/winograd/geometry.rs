@@ -89,9 +89,13 @@ impl<F: Filter> Geometry<F> {
         Tile { image: line / rows, row: line % rows * F::OUTPUTS, column: column * F::OUTPUTS }
     }
 
-    /// About the floats of these tiles in images of `len` floats, for fetching them: tiles follow each other as the pixels do, a row
-    /// of tiles after the other. So these are a row of tiles ahead.
+    /// The floats to fetch, of images of `len` floats, before these tiles are used. Rows of tiles follow each other as the rows of pixels
+    /// do, so the floats are those one row of tiles further on. With several groups nothing is fetched: their pixels lie between
+    /// each other, and each group would fetch those of all.
     pub(super) fn floats_of(&self, len: usize, tiles: Range<usize>) -> Range<usize> {
+        if self.groups > 1 {
+            return 0..0;
+        }
         let place = |tile: usize| (tile + self.columns()).min(self.tiles()) * len / self.tiles();
         place(tiles.start)..place(tiles.end)
     }

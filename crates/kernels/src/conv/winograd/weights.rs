@@ -187,9 +187,10 @@ impl<F: Filter> Call<'_, F> {
             }
             let (gradients, inputs) = (&*gradients, &*inputs);
             let add = |block: usize, sums: &mut [f32]| {
-                let more = chunk + 1 < end;
-                let ahead =
-                    &mut self.ahead(first + count..first + if more { 2 * count } else { count }, block);
+                let ahead = &mut match chunk + 1 < end {
+                    true => self.ahead(first + count..first + 2 * count, block),
+                    false => Ahead::nothing(),
+                };
                 let fresh = chunk == start;
                 simd::run(isa, Add { weights: w, block, count, gradients, inputs, sums, fresh, ahead });
                 if finish && chunk + 1 == end {
@@ -209,12 +210,10 @@ impl<F: Filter> Call<'_, F> {
     /// What the products of a block fetch meanwhile: its share of the next chunk of both images.
     fn ahead(&self, next: Range<usize>, block: usize) -> Ahead<2> {
         let w = self.weights;
-        let Geometry { groups, channels, outputs, .. } = w.geometry;
+        let Geometry { channels, outputs, .. } = w.geometry;
         let blocks = w.blocks();
         let part = |image: &[f32]| {
-            // The pixels of several groups lie between each other, so that each would fetch those of all.
-            let tiles = if groups == 1 { next.clone() } else { 0..0 };
-            let floats = w.geometry.floats_of(image.len(), tiles);
+            let floats = w.geometry.floats_of(image.len(), next.clone());
             let share = floats.len() / (blocks[0] * blocks[1]);
             (image.as_ptr().wrapping_add(floats.start + block * share), share)
         };
