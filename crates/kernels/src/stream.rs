@@ -168,15 +168,16 @@ pub(crate) struct Ahead<const N: usize> {
 
 impl<const N: usize> Ahead<N> {
     /// Each of `steps` calls of [`Ahead::step`] fetches an equal share of each part. A part is an address, which need not be valid,
-    /// and a number of floats.
-    pub(crate) fn of(parts: [(*const f32, usize); N], steps: usize) -> Ahead<N> {
+    /// and a number of elements.
+    pub(crate) fn of<T>(parts: [(*const T, usize); N], steps: usize) -> Ahead<N> {
+        let parts = parts.map(|(start, len)| (start.cast(), len * size_of::<T>() / size_of::<f32>()));
         let shares = parts.map(|(_, len)| len.div_ceil(steps.max(1)).next_multiple_of(LINE));
         Ahead { parts, shares, step: 0 }
     }
 
     /// Fetches nothing.
     pub(crate) fn nothing() -> Ahead<N> {
-        Ahead::of([(std::ptr::null(), 0); N], 1)
+        Ahead::of([(std::ptr::null::<f32>(), 0); N], 1)
     }
 
     /// Starts to fetch the next share of each part.

@@ -91,7 +91,7 @@ pub fn plan(problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> ConvPlan {
     cheapest(
         algorithms()
             .iter()
-            .filter(|algorithm| algorithm.accuracy() <= Accuracy::Standard)
+            .filter(|algorithm| algorithm.accuracy(&problem.types) <= Accuracy::Standard)
             .filter_map(|algorithm| algorithm.plan(problem, pass, cpu).ok()),
     )
     .expect("the reference always applies")

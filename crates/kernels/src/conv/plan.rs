@@ -25,7 +25,7 @@ pub enum Accuracy {
     /// Also transforms whose errors are of the same size in practice: Winograd F(2x2) and F(4x4), FFT.
     #[default]
     Standard,
-    /// Also with errors some ten times larger: Winograd F(6x6), products of f32 as three of bf16.
+    /// Also with errors some ten times larger: Winograd F(6x6) on f32, products of f32 as three of bf16.
     Relaxed,
     /// Also products of f32 that are rounded to bf16, with 8 binary digits; sums are f32.
     Rounded,
@@ -76,8 +76,8 @@ pub trait ConvAlgorithm: Send + Sync {
     /// Must be raised whenever the speed or the result may have changed: that invalidates saved measurements.
     fn revision(&self) -> u32;
 
-    /// The strictest class of accuracy that this algorithm belongs to.
-    fn accuracy(&self) -> Accuracy {
+    /// The strictest class of accuracy that this algorithm belongs to with tensors of these types.
+    fn accuracy(&self, _types: &ConvTypes) -> Accuracy {
         Accuracy::Strict
     }
 

@@ -323,7 +323,7 @@ impl Tuner {
             };
             plans.push(plan);
             let (name, revision, accuracy) =
-                (algorithm.name().to_owned(), algorithm.revision(), algorithm.accuracy());
+                (algorithm.name().to_owned(), algorithm.revision(), algorithm.accuracy(&problem.types));
             entrants.push(Entrant { name, revision, accuracy, state });
         }
         let contest = Contest { key: self.key(problem, pass, cpu), cpu: cpu.clone(), entrants };
@@ -357,8 +357,9 @@ impl Tuner {
         if named(&options.skip) || !options.only.is_empty() && !named(&options.only) {
             return filtered("left out by name".into());
         }
-        if algorithm.accuracy() > options.accuracy {
-            return filtered(format!("its accuracy is {}, not {}", algorithm.accuracy(), options.accuracy));
+        let accuracy = algorithm.accuracy(&problem.types);
+        if accuracy > options.accuracy {
+            return filtered(format!("its accuracy is {accuracy}, not {}", options.accuracy));
         }
         if options.deterministic && !algorithm.is_deterministic() {
             return filtered("does not give the same bits each time".into());

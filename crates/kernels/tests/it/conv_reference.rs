@@ -165,7 +165,8 @@ fn check_golden<T: Number>(
     [forward, gradient]: [f64; 2],
 ) {
     let problem = golden_problem(golden);
-    let [forward, gradient] = [forward, gradient].map(|rounding| algorithm.accuracy().tolerance(rounding));
+    let [forward, gradient] =
+        [forward, gradient].map(|rounding| algorithm.accuracy(&problem.types).tolerance(rounding));
     let values = |name: &str| golden.tensor_f64(name).1;
     let case = ConvCase { problem, x: values("x"), weight: values("weight"), dy: values("grad_output") };
     let what = |name: &str| format!("{} {name} by {} {format} {}", golden.name, algorithm.name(), T::DTYPE);

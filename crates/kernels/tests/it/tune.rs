@@ -5,9 +5,11 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use convoke_kernels::conv::{self, ConvAlgorithm, ConvPlan, ConvProblem, NotApplicable, Pass, TypedKernel};
+use convoke_kernels::conv::{
+    self, ConvAlgorithm, ConvPlan, ConvProblem, ConvSpec, ConvTypes, NotApplicable, Pass, TypedKernel,
+};
 use convoke_kernels::tune::{Cache, Effort, Event, Source, TIE, Tuner, TunerOptions, Tuning};
-use convoke_kernels::{Cpu, Element, Isa};
+use convoke_kernels::{Cpu, DType, Element, Isa, MemoryFormat};
 
 /// A user's algorithm: im2col behind another name, with faults to order.
 #[derive(Clone, Copy)]
@@ -219,6 +221,14 @@ fn options_leave_algorithms_out() {
     assert!(left_out(limited, "im2col").contains("the limit is 16"));
     let strict = TunerOptions { accuracy: conv::Accuracy::Strict, ..options(&heard) };
     assert!(left_out(strict, "winograd-4x4").contains("accuracy"));
+    assert!(left_out(options(&heard), "winograd-6x6").contains("its accuracy is relaxed"));
+    // Its errors are small beside the rounding of bf16.
+    let change = |spec: &mut ConvSpec| {
+        (spec.types, spec.format) = (ConvTypes::of(DType::BF16), MemoryFormat::ChannelsLast)
+    };
+    let all = Tuner::new(TunerOptions { effort: Effort::Exhaustive, ..options(&heard) }).unwrap();
+    let tuning = tune(&all, &problem(2).with(change).unwrap());
+    assert!(candidate(&tuning, "winograd-6x6").is_ok(), "{tuning}");
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! Winograd convolution on the problems it is for: 3x3 kernels, stride 1, of every size of image, padding and channels.
 
 use crate::common::{check_algorithms, conv_problem, cpus, properties};
-use convoke_kernels::conv::{ConvAxis, ConvProblem};
-use convoke_kernels::{Cpu, Isa, MemoryFormat};
+use convoke_kernels::conv::{ConvAxis, ConvProblem, ConvTypes};
+use convoke_kernels::{Cpu, DType, Isa, MemoryFormat};
 use convoke_testkit::Failures;
 use proptest::prelude::*;
 
@@ -20,10 +20,13 @@ fn problems() -> impl Strategy<Value = ConvProblem> {
 
 const NAMES: [&str; 3] = ["winograd-2x2", "winograd-4x4", "winograd-6x6"];
 
-/// Every pass of every tile size on one problem.
+/// Every pass of every tile size on one problem, of f32 and of bf16.
 fn check<'a>(problem: &ConvProblem, seed: u64, cpus: impl Iterator<Item = &'a Cpu> + Clone) {
     let mut failures = Failures::new(format!("winograd on {problem}"));
-    check_algorithms(&mut failures, &NAMES, problem, seed, &[MemoryFormat::ChannelsLast], cpus);
+    for dtype in [DType::F32, DType::BF16] {
+        let problem = problem.with(|spec| spec.types = ConvTypes::of(dtype)).unwrap();
+        check_algorithms(&mut failures, &NAMES, &problem, seed, &[MemoryFormat::ChannelsLast], cpus.clone());
+    }
     failures.finish();
 }
 

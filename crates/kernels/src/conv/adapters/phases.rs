@@ -11,7 +11,7 @@ use std::sync::Arc;
 use super::strided::{Axes, copy};
 use super::{on_copies, workspace_sum};
 use crate::conv::plan::{Accuracy, ConvAlgorithm, ConvPlan, NotApplicable, TypedKernel, kernel_of};
-use crate::conv::problem::{ConvAxis, ConvProblem, ConvSpec, Pass};
+use crate::conv::problem::{ConvAxis, ConvProblem, ConvSpec, ConvTypes, Pass};
 use crate::{Cpu, Element, MemoryFormat};
 
 /// Runs `inner`, which takes no dilation, on the phases, in a format that it takes.
@@ -29,8 +29,8 @@ impl ConvAlgorithm for Phases {
         self.inner.revision()
     }
 
-    fn accuracy(&self) -> Accuracy {
-        self.inner.accuracy()
+    fn accuracy(&self, types: &ConvTypes) -> Accuracy {
+        self.inner.accuracy(types)
     }
 
     fn is_deterministic(&self) -> bool {

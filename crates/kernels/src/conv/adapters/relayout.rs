@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{on_copies, workspace_sum};
 use crate::conv::plan::{Accuracy, ConvAlgorithm, ConvPlan, NotApplicable, TypedKernel, kernel_of};
-use crate::conv::problem::{ConvProblem, Pass};
+use crate::conv::problem::{ConvProblem, ConvTypes, Pass};
 use crate::memory_format::{Extent, convert};
 use crate::{Cpu, Element, MemoryFormat};
 
@@ -30,8 +30,8 @@ impl ConvAlgorithm for Relayout {
         }
     }
 
-    fn accuracy(&self) -> Accuracy {
-        self.inner.accuracy()
+    fn accuracy(&self, types: &ConvTypes) -> Accuracy {
+        self.inner.accuracy(types)
     }
 
     fn is_deterministic(&self) -> bool {

@@ -16,7 +16,7 @@ use super::workspace_sum;
 use crate::conv::plan::{
     Accuracy, ConvAlgorithm, ConvOperands, ConvPlan, Cost, NotApplicable, TypedKernel, kernel_of,
 };
-use crate::conv::problem::{ConvAxis, ConvProblem, ConvSpec, Pass};
+use crate::conv::problem::{ConvAxis, ConvProblem, ConvSpec, ConvTypes, Pass};
 use crate::{Cpu, Element, MemoryFormat};
 
 /// Runs every pass as another pass, by the first of `inner` that applies.
@@ -35,8 +35,8 @@ impl ConvAlgorithm for Swap {
         100 * self.inner[0].revision() + 2
     }
 
-    fn accuracy(&self) -> Accuracy {
-        self.inner[0].accuracy()
+    fn accuracy(&self, types: &ConvTypes) -> Accuracy {
+        self.inner[0].accuracy(types)
     }
 
     fn is_deterministic(&self) -> bool {

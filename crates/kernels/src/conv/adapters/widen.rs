@@ -35,8 +35,8 @@ impl ConvAlgorithm for Widen {
         1000 * REVISION + self.inner[0].revision()
     }
 
-    fn accuracy(&self) -> Accuracy {
-        self.inner[0].accuracy()
+    fn accuracy(&self, types: &ConvTypes) -> Accuracy {
+        self.inner[0].accuracy(types)
     }
 
     fn is_deterministic(&self) -> bool {

@@ -15,7 +15,7 @@ use half::bf16;
 
 use super::{Kernel, MOST_ELEMENTS, Unit, check, cost, kernel, too_large};
 use crate::conv::plan::{self, Accuracy, ConvAlgorithm, ConvPlan, NotApplicable, TypedKernel};
-use crate::conv::problem::{ConvProblem, Pass};
+use crate::conv::problem::{ConvProblem, ConvTypes, Pass};
 use crate::conv::workspace::{LINE, aligned};
 use crate::isa::multiversion;
 use crate::{Cpu, DType, MemoryFormat, Stored};
@@ -69,7 +69,7 @@ impl ConvAlgorithm for Split {
         1
     }
 
-    fn accuracy(&self) -> Accuracy {
+    fn accuracy(&self, _: &ConvTypes) -> Accuracy {
         match self.products {
             Products::Three => Accuracy::Relaxed,
             Products::One => Accuracy::Rounded,

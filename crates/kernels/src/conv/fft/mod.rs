@@ -48,7 +48,7 @@ impl ConvAlgorithm for Fft {
         1
     }
 
-    fn accuracy(&self) -> Accuracy {
+    fn accuracy(&self, _: &ConvTypes) -> Accuracy {
         Accuracy::Standard
     }
 

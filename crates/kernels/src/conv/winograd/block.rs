@@ -6,7 +6,7 @@ use pulp::{Simd, WithSimd};
 
 use super::forward::{Call, Tiles};
 use super::geometry::Tile;
-use super::memory::{Grid, load};
+use super::memory::{Grid, Number, load, store_part};
 use super::transforms::{Filter, Output, Transform, column_of};
 use crate::shared::Shared;
 use crate::simd;
@@ -31,15 +31,15 @@ pub(super) const fn rows(registers: usize, vectors: usize) -> usize {
 }
 
 /// Transforms tiles of a block: V[slice][point][tile / rows][channel / lanes][tile % rows][lane].
-pub(super) struct TransformInputs<'a, F> {
-    pub(super) call: &'a Call<'a, F>,
+pub(super) struct TransformInputs<'a, F, T> {
+    pub(super) call: &'a Call<'a, F, T>,
     pub(super) tiles: Range<usize>,
     /// Where the block starts.
     pub(super) first: usize,
     pub(super) to: Shared<'a, f32>,
 }
 
-impl<F: Filter> WithSimd for TransformInputs<'_, F> {
+impl<F: Filter, T: Number> WithSimd for TransformInputs<'_, F, T> {
     type Output = ();
 
     #[inline(always)]
@@ -62,8 +62,8 @@ impl<F: Filter> WithSimd for TransformInputs<'_, F> {
 
 /// Multiplies a block's inputs with a panel's filters, M[point][output / pair][tile][pair] = V U. The product of the first
 /// slice of channels overwrites M, those of the other slices are added. A pair is one vector or two.
-pub(super) struct Multiply<'a, F> {
-    pub(super) tiles: &'a Tiles<F>,
+pub(super) struct Multiply<'a, F, T> {
+    pub(super) tiles: &'a Tiles<F, T>,
     pub(super) inputs: &'a [f32],
     pub(super) filters: &'a [f32],
     pub(super) products: &'a mut [f32],
@@ -74,7 +74,7 @@ pub(super) struct Multiply<'a, F> {
     pub(super) ahead: &'a mut Ahead<2>,
 }
 
-impl<F: Filter> WithSimd for Multiply<'_, F> {
+impl<F: Filter, T: Number> WithSimd for Multiply<'_, F, T> {
     type Output = ();
 
     #[inline(always)]
@@ -87,7 +87,7 @@ impl<F: Filter> WithSimd for Multiply<'_, F> {
     }
 }
 
-impl<F: Filter> Multiply<'_, F> {
+impl<F: Filter, T: Number> Multiply<'_, F, T> {
     #[inline(always)]
     fn blocked<S: Simd, const ROWS: usize, const V: usize>(self, simd: S) {
         let Tiles { block, depth, width, .. } = *self.tiles;
@@ -132,7 +132,7 @@ fn product<S: Simd, const ROWS: usize, const V: usize>(
         for q in 0..lanes {
             // SAFETY: `u` is a chunk of V vectors for each of as many channels as there are lanes; q is below `lanes` and half
             // below V.
-            let u: [_; V] = simd::array(|half| unsafe { load::<S>(u, (V * q + half) * lanes) });
+            let u: [_; V] = simd::array(|half| unsafe { load::<S, f32>(u, (V * q + half) * lanes) });
             for row in 0..ROWS {
                 let value = simd.splat_f32s(v[row * lanes + q]);
                 for half in 0..V {
@@ -161,14 +161,14 @@ pub(super) fn add_to<S: Simd, const ROWS: usize, const V: usize>(
 }
 
 /// Transforms a block's products with a panel to outputs.
-pub(super) struct TransformOutputs<'a, F> {
-    pub(super) call: &'a Call<'a, F>,
+pub(super) struct TransformOutputs<'a, F, T> {
+    pub(super) call: &'a Call<'a, F, T>,
     pub(super) products: &'a [f32],
     pub(super) tiles: Range<usize>,
     pub(super) panel: usize,
 }
 
-impl<F: Filter> WithSimd for TransformOutputs<'_, F> {
+impl<F: Filter, T: Number> WithSimd for TransformOutputs<'_, F, T> {
     type Output = ();
 
     #[inline(always)]
@@ -179,7 +179,7 @@ impl<F: Filter> WithSimd for TransformOutputs<'_, F> {
     }
 }
 
-impl<F: Filter> TransformOutputs<'_, F> {
+impl<F: Filter, T: Number> TransformOutputs<'_, F, T> {
     #[inline(always)]
     fn tile<S: Simd>(&self, simd: S, index: usize) {
         let Call { tiles, output, .. } = self.call;
@@ -212,7 +212,7 @@ impl<F: Filter> TransformOutputs<'_, F> {
                     // SAFETY: `fits` has checked that the vector of the tile's last pixel is inside, and no other pixel's
                     // vector lies behind it. Each output belongs to one tile and, with its channel, to one panel of one
                     // group; each tile's products with a panel are transformed once, so that nobody else writes this.
-                    unsafe { pixels.store::<S>((*output, corner), [i, j], value) }
+                    unsafe { pixels.store::<S, T>((*output, corner), [i, j], value) }
                 });
             } else {
                 Output::<F>::square(simd, column, |i, j, value| {
@@ -221,7 +221,7 @@ impl<F: Filter> TransformOutputs<'_, F> {
                         // `first` on are those of this vector. Each tile's products with a panel are transformed once, so
                         // that nobody else writes this.
                         let to = unsafe { output.part(corner + pixels.place([i, j]), take) };
-                        simd.partial_store_f32s(to, value);
+                        store_part(simd, to, value);
                     }
                 });
             }

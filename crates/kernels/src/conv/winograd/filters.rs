@@ -79,14 +79,14 @@ impl<F: Filter> WithSimd for TransformFilters<'_, F> {
                     let load = |r, s| {
                         // SAFETY: `channel` is below `lanes`, r and s are below 3: a vector ends at 9 * lanes * lanes or before,
                         // and `taps` has 9 * LANES * LANES floats. No vector has more than LANES.
-                        unsafe { load::<S>(&taps, (channel * 9 + 3 * r + s) * lanes) }
+                        unsafe { load::<S, f32>(&taps, (channel * 9 + 3 * r + s) * lanes) }
                     };
                     Taps::<F>::square(
                         simd,
                         |s| column_of(simd, 3, |r| load(r, s)),
                         // SAFETY: `fits` has checked that the last point's vector is inside, and no other point's vector lies
                         // behind it. `to` was made of a slice that only this call uses.
-                        |i, j, value| unsafe { points.store::<S>((to, place), [i, j], value) },
+                        |i, j, value| unsafe { points.store::<S, f32>((to, place), [i, j], value) },
                     );
                 }
             }

@@ -6,6 +6,7 @@ use super::block::{Multiply, TransformInputs, TransformOutputs, rows, vectors};
 use super::filters::{Filters, TransformFilters};
 use super::geometry::{Geometry, SKEW};
 use super::groups::GroupKernel;
+use super::memory::Number;
 use super::transforms::Filter;
 use crate::Cpu;
 use crate::conv::problem::ConvProblem;
@@ -25,7 +26,7 @@ pub(super) enum Direction {
 }
 
 impl Direction {
-    pub(super) fn geometry<F: Filter>(self, problem: &ConvProblem) -> Geometry<F> {
+    pub(super) fn geometry<F: Filter, T: Number>(self, problem: &ConvProblem) -> Geometry<F, T> {
         let forward = Geometry::of(problem);
         match self {
             Direction::Forward => forward,
@@ -45,8 +46,8 @@ enum First {
 
 /// A convolution of N x H x W x C images to N x OH x OW x K by tiles of `F`, in blocks of tiles and panels of outputs.
 #[derive(Clone, Copy)]
-pub(super) struct Tiles<F> {
-    pub(super) geometry: Geometry<F>,
+pub(super) struct Tiles<F, T> {
+    pub(super) geometry: Geometry<F, T>,
     direction: Direction,
     first: First,
     registers: usize,
@@ -61,9 +62,9 @@ pub(super) struct Tiles<F> {
     pub(super) vectors: usize,
 }
 
-impl<F: Filter> Tiles<F> {
+impl<F: Filter, T: Number> Tiles<F, T> {
     pub(super) fn new(problem: &ConvProblem, direction: Direction, cpu: &Cpu) -> Self {
-        let geometry = direction.geometry::<F>(problem);
+        let geometry = direction.geometry::<F, T>(problem);
         let (lanes, registers) = (cpu.isa().lanes(), cpu.isa().registers());
         let (tiles, c) = (geometry.tiles(), geometry.channels);
         let vectors = vectors(geometry.outputs, lanes);
@@ -164,7 +165,11 @@ impl<F: Filter> Tiles<F> {
     }
 }
 
-impl<F: Filter> GroupKernel for Tiles<F> {
+impl<F: Filter, T: Number> GroupKernel for Tiles<F, T> {
+    type First = T;
+    type Second = f32;
+    type Output = T;
+
     fn workspace_len(&self) -> usize {
         let [first, worker] = self.parts();
         self.zeros_len() + first + self.workers * worker
@@ -174,20 +179,26 @@ impl<F: Filter> GroupKernel for Tiles<F> {
         &self,
         cpu: &Cpu,
         group: usize,
-        [x, weight]: [&[f32]; 2],
-        output: Shared<'_, f32>,
+        (x, weight): (&[T], &[f32]),
+        output: Shared<'_, T>,
         workspace: &mut [f32],
     ) {
         let geometry = Geometry { group, ..self.geometry };
         let weight_len = weight.len() / geometry.groups;
         let weight = &weight[group * weight_len..][..weight_len];
-        Tiles { geometry, ..*self }.run_group(cpu, [x, weight], output, workspace);
+        Tiles { geometry, ..*self }.run_group(cpu, (x, weight), output, workspace);
     }
 }
 
-impl<F: Filter> Tiles<F> {
+impl<F: Filter, T: Number> Tiles<F, T> {
     /// Computes the output of the geometry's group with its filters.
-    fn run_group(&self, cpu: &Cpu, [x, weight]: [&[f32]; 2], output: Shared<'_, f32>, workspace: &mut [f32]) {
+    fn run_group(
+        &self,
+        cpu: &Cpu,
+        (x, weight): (&[T], &[f32]),
+        output: Shared<'_, T>,
+        workspace: &mut [f32],
+    ) {
         let Geometry { channels, outputs, .. } = self.geometry;
         let work = self.geometry.tiles() * self.geometry.points() * channels * outputs;
         let [first_len, worker_len] = self.parts();
@@ -195,6 +206,7 @@ impl<F: Filter> Tiles<F> {
         let (zeros, rest) = workspace.split_at_mut(self.zeros_len());
         zeros.fill(0.0);
         let (first, scratch) = rest.split_at_mut(first_len);
+        let zeros = bytemuck::cast_slice(zeros);
         let call = Call { tiles: self, cpu, x, zeros, weight, output };
         match self.first {
             First::Filters => {
@@ -241,16 +253,16 @@ impl<F: Filter> Tiles<F> {
 }
 
 /// The operands of one run.
-pub(super) struct Call<'a, F> {
-    pub(super) tiles: &'a Tiles<F>,
+pub(super) struct Call<'a, F, T> {
+    pub(super) tiles: &'a Tiles<F, T>,
     cpu: &'a Cpu,
-    pub(super) x: &'a [f32],
-    pub(super) zeros: &'a [f32],
+    pub(super) x: &'a [T],
+    pub(super) zeros: &'a [T],
     weight: &'a [f32],
-    pub(super) output: Shared<'a, f32>,
+    pub(super) output: Shared<'a, T>,
 }
 
-impl<F: Filter> Call<'_, F> {
+impl<F: Filter, T: Number> Call<'_, F, T> {
     fn transform_filters(&self, [panel, slice]: [usize; 2], to: &mut [f32]) {
         let tiles = self.tiles;
         let filters = Filters {
@@ -278,8 +290,8 @@ impl<F: Filter> Call<'_, F> {
     /// What the products of a block fetch meanwhile: the inputs of the next block, and the outputs of this one.
     fn ahead(&self, block: &Range<usize>) -> Ahead<2> {
         let Tiles { geometry, vectors, width, .. } = *self.tiles;
-        let x = geometry.floats_of(self.x.len(), block.end..block.end + block.len());
-        let y = geometry.floats_of(self.output.len(), block.clone());
+        let x = geometry.numbers_of(self.x.len(), block.end..block.end + block.len());
+        let y = geometry.numbers_of(self.output.len(), block.clone());
         let parts =
             [(self.x.as_ptr().wrapping_add(x.start), x.len()), (self.output.address(y.start), y.len())];
         let groups = block.len().div_ceil(self.tiles.rows());

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use pulp::Simd;
 
-use super::memory::{Grid, LANES, load};
+use super::memory::{Grid, LANES, Number, load, load_part};
 use super::transforms::{Filter, Input, OutputGradient, POINTS, Transform, column_of};
 use crate::conv::problem::ConvProblem;
 use crate::shared::Shared;
@@ -15,7 +15,7 @@ pub(super) const SKEW: usize = 48;
 
 /// N x H x W x C images, N x OH x OW x K images, and the tiles that cover the latter. C and K are those of one group.
 #[derive(Clone, Copy)]
-pub(super) struct Geometry<F> {
+pub(super) struct Geometry<F, T> {
     pub(super) batch: usize,
     /// Height and width of the input.
     pub(super) input: [usize; 2],
@@ -31,6 +31,8 @@ pub(super) struct Geometry<F> {
     pub(super) groups: usize,
     pub(super) group: usize,
     pub(super) filter: PhantomData<F>,
+    /// The type of both images' numbers.
+    pub(super) numbers: PhantomData<T>,
 }
 
 /// A tile: its image and the output's row and column where it starts.
@@ -41,9 +43,9 @@ pub(super) struct Tile {
     pub(super) column: usize,
 }
 
-impl<F: Filter> Geometry<F> {
+impl<F: Filter, T: Number> Geometry<F, T> {
     /// The tiles of a 3x3 problem's forward pass.
-    pub(super) fn of(problem: &ConvProblem) -> Geometry<F> {
+    pub(super) fn of(problem: &ConvProblem) -> Geometry<F, T> {
         let (h, w) = (&problem.height, &problem.width);
         Geometry {
             batch: problem.batch,
@@ -55,11 +57,12 @@ impl<F: Filter> Geometry<F> {
             groups: problem.groups,
             group: 0,
             filter: PhantomData,
+            numbers: PhantomData,
         }
     }
 
     /// The geometry of backward-data: a forward pass of dy with the filters turned by 180 degrees.
-    pub(super) fn turned(self) -> Geometry<F> {
+    pub(super) fn turned(self) -> Geometry<F, T> {
         Geometry {
             input: self.output,
             output: self.input,
@@ -89,10 +92,10 @@ impl<F: Filter> Geometry<F> {
         Tile { image: line / rows, row: line % rows * F::OUTPUTS, column: column * F::OUTPUTS }
     }
 
-    /// The floats to fetch, of images of `len` floats, before these tiles are used. Rows of tiles follow each other as the rows of pixels
-    /// do, so the floats are those one row of tiles further on. With several groups nothing is fetched: their pixels lie between
+    /// The numbers to fetch, of images of `len` numbers, before these tiles are used. Rows of tiles follow each other as the rows of pixels
+    /// do, so the numbers are those one row of tiles further on. With several groups nothing is fetched: their pixels lie between
     /// each other, and each group would fetch those of all.
-    pub(super) fn floats_of(&self, len: usize, tiles: Range<usize>) -> Range<usize> {
+    pub(super) fn numbers_of(&self, len: usize, tiles: Range<usize>) -> Range<usize> {
         if self.groups > 1 {
             return 0..0;
         }
@@ -100,7 +103,7 @@ impl<F: Filter> Geometry<F> {
         place(tiles.start)..place(tiles.end)
     }
 
-    /// Floats of a square's row of pixels with `channels` channels in each group, in whole cache lines.
+    /// Floats as long as the numbers of a square's row of pixels with `channels` channels in each group, in whole cache lines.
     pub(super) fn zeros_len(&self, channels: usize) -> usize {
         (F::INPUTS * self.groups * channels).next_multiple_of(LANES)
     }
@@ -123,7 +126,7 @@ impl<F: Filter> Geometry<F> {
     pub(super) unsafe fn transform_input<S: Simd>(
         &self,
         simd: S,
-        [x, zeros]: [&[f32]; 2],
+        [x, zeros]: [&[T]; 2],
         tile: usize,
         to: (Shared<'_, f32>, usize),
         place: impl Fn(usize) -> usize,
@@ -146,7 +149,7 @@ impl<F: Filter> Geometry<F> {
     pub(super) unsafe fn transform_gradient<S: Simd>(
         &self,
         simd: S,
-        [dy, zeros]: [&[f32]; 2],
+        [dy, zeros]: [&[T]; 2],
         tile: usize,
         to: (Shared<'_, f32>, usize),
         place: impl Fn(usize) -> usize,
@@ -160,24 +163,24 @@ impl<F: Filter> Geometry<F> {
 }
 
 /// One of N x H x W x C images.
-struct Image<'a> {
-    x: &'a [f32],
+struct Image<'a, T> {
+    x: &'a [T],
     /// Zeros, which are read around the image.
-    zeros: &'a [f32],
+    zeros: &'a [T],
     image: usize,
     size: [usize; 2],
     /// Channels of a group, the group's number, and the number of groups.
     channels: [usize; 3],
 }
 
-impl Image<'_> {
+impl<T: Number> Image<'_, T> {
     /// Transforms the square of pixels from `start`, which may lie outside: above or left of the image it is a wrapped
     /// negative.
     ///
     /// # Safety
     /// As [`Geometry::transform_input`].
     #[inline(always)]
-    unsafe fn transform<S: Simd, T: Transform>(
+    unsafe fn transform<S: Simd, M: Transform>(
         &self,
         simd: S,
         start: [usize; 2],
@@ -188,7 +191,7 @@ impl Image<'_> {
         let pixel = groups * c;
         let x = &self.x[self.image * height * width * pixel..][..height * width * pixel];
         let inside = |start: usize, size: usize| {
-            let (start, side) = (start as isize, T::SIDES[0] as isize);
+            let (start, side) = (start as isize, M::SIDES[0] as isize);
             let first = (-start).clamp(0, side);
             first as usize..(size as isize - start).clamp(first, side) as usize
         };
@@ -204,22 +207,22 @@ impl Image<'_> {
             }
         }
         let (to, stride) = to;
-        let points = Grid::of_points(T::SIDES[1], stride);
+        let points = Grid::of_points(M::SIDES[1], stride);
         for vector in 0..c.div_ceil(lanes) {
             let (first, place) = (vector * lanes, place(vector));
-            assert!(points.fits::<S>(T::SIDES[1], place, to.len()), "a tile's vectors beyond their block");
+            assert!(points.fits::<S>(M::SIDES[1], place, to.len()), "a tile's vectors beyond their block");
             // SAFETY: `fits` has checked that the last point's vector is inside, and no other point's vector lies behind it;
             // `square` stores only points within this side. The caller promises that nobody else uses them.
-            let store = |i, j, value| unsafe { points.store::<S>((to, place), [i, j], value) };
+            let store = |i, j, value| unsafe { points.store::<S, f32>((to, place), [i, j], value) };
             let line = Line { columns: columns.clone(), pixel, first };
             if first + lanes <= c {
                 // SAFETY: `column` asks for `at` = pixel * (a column inside, less the first) + `first`. A line has `extent`
-                // floats, up to the c channels of the last such pixel, and `first + lanes` is at most c.
-                let load = |line: &[f32], at| unsafe { load::<S>(line, at) };
-                T::square(simd, |j| line.column(simd, &lines[..T::SIDES[0]], j, load), store);
+                // numbers, up to the c channels of the last such pixel, and `first + lanes` is at most c.
+                let load = |line: &[T], at| unsafe { load::<S, T>(line, at) };
+                M::square(simd, |j| line.column(simd, &lines[..M::SIDES[0]], j, load), store);
             } else {
-                let load = |line: &[f32], at| simd.partial_load_f32s(&line[at..][..c - first]);
-                T::square(simd, |j| line.column(simd, &lines[..T::SIDES[0]], j, load), store);
+                let load = |line: &[T], at| load_part(simd, &line[at..][..c - first]);
+                M::square(simd, |j| line.column(simd, &lines[..M::SIDES[0]], j, load), store);
             }
         }
     }
@@ -229,7 +232,7 @@ impl Image<'_> {
 struct Line {
     /// Columns of the square that lie inside the image, where the lines begin.
     columns: Range<usize>,
-    /// Floats from one pixel to the next.
+    /// Numbers from one pixel to the next.
     pixel: usize,
     /// First channel of a vector.
     first: usize,
@@ -238,12 +241,12 @@ struct Line {
 impl Line {
     /// The vectors of column `j`; zeros if it lies outside.
     #[inline(always)]
-    fn column<S: Simd>(
+    fn column<S: Simd, T>(
         &self,
         simd: S,
-        lines: &[&[f32]],
+        lines: &[&[T]],
         j: usize,
-        load: impl Fn(&[f32], usize) -> S::f32s,
+        load: impl Fn(&[T], usize) -> S::f32s,
     ) -> [S::f32s; POINTS] {
         if !self.columns.contains(&j) {
             return [simd.splat_f32s(0.0); POINTS];

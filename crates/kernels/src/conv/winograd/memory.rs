@@ -1,21 +1,94 @@
 //! Loads and stores of whole vectors without bounds checks in release builds.
 
+use half::bf16;
 use pulp::Simd;
 
+use crate::Stored;
 use crate::shared::Shared;
 
 /// Most floats of a vector.
 pub(super) const LANES: usize = 16;
+
+/// The type of images' numbers. All arithmetic is in f32: loads and stores convert.
+pub(super) trait Number: Stored<Compute = f32> {
+    /// The vector of the numbers from `from` on.
+    ///
+    /// # Safety
+    /// There are as many numbers as a vector has floats.
+    unsafe fn load_vector<S: Simd>(from: *const Self) -> S::f32s;
+
+    /// Writes the nearest numbers to those of a vector from `to` on.
+    ///
+    /// # Safety
+    /// There is room for as many numbers as a vector has floats, and nobody else uses it.
+    unsafe fn store_vector<S: Simd>(to: *mut Self, value: S::f32s);
+}
+
+impl Number for f32 {
+    #[inline(always)]
+    unsafe fn load_vector<S: Simd>(from: *const f32) -> S::f32s {
+        // SAFETY: the caller promises that a vector's floats are there; every bit pattern is a vector.
+        unsafe { from.cast::<S::f32s>().read_unaligned() }
+    }
+
+    #[inline(always)]
+    unsafe fn store_vector<S: Simd>(to: *mut f32, value: S::f32s) {
+        // SAFETY: the caller promises that there is room for a vector's floats.
+        unsafe { to.cast::<S::f32s>().write_unaligned(value) }
+    }
+}
+
+impl Number for bf16 {
+    #[inline(always)]
+    unsafe fn load_vector<S: Simd>(from: *const bf16) -> S::f32s {
+        let mut floats = [0.0f32; LANES];
+        for (lane, float) in floats[..S::F32_LANES].iter_mut().enumerate() {
+            // SAFETY: the caller promises that there are as many numbers as a vector has floats.
+            *float = unsafe { from.add(lane).read() }.wide();
+        }
+        // SAFETY: no vector has more than LANES floats; every bit pattern is a vector.
+        unsafe { f32::load_vector::<S>(floats.as_ptr()) }
+    }
+
+    #[inline(always)]
+    unsafe fn store_vector<S: Simd>(to: *mut bf16, value: S::f32s) {
+        let mut floats = [0.0f32; LANES];
+        // SAFETY: no vector has more than LANES floats.
+        unsafe { f32::store_vector::<S>(floats.as_mut_ptr(), value) };
+        for (lane, &float) in floats[..S::F32_LANES].iter().enumerate() {
+            // SAFETY: the caller promises that there is room for as many numbers as a vector has floats.
+            unsafe { to.add(lane).write(bf16::nearest(float)) };
+        }
+    }
+}
 
 /// The vector at `from[at..]`.
 ///
 /// # Safety
 /// `from` holds a whole vector there.
 #[inline(always)]
-pub(super) unsafe fn load<S: Simd>(from: &[f32], at: usize) -> S::f32s {
+pub(super) unsafe fn load<S: Simd, T: Number>(from: &[T], at: usize) -> S::f32s {
     debug_assert!(at + S::F32_LANES <= from.len());
-    // SAFETY: the caller promises that a vector's floats from `at` on are in the slice; every bit pattern is a vector.
-    unsafe { from.as_ptr().add(at).cast::<S::f32s>().read_unaligned() }
+    // SAFETY: the caller promises that a vector's numbers from `at` on are in the slice.
+    unsafe { T::load_vector::<S>(from.as_ptr().add(at)) }
+}
+
+/// The vector of the numbers of `from`, which are fewer than its floats, and zeros.
+#[inline(always)]
+pub(super) fn load_part<S: Simd, T: Number>(simd: S, from: &[T]) -> S::f32s {
+    let mut floats = [0.0; LANES];
+    let floats = &mut floats[..from.len()];
+    T::widen(from, floats);
+    simd.partial_load_f32s(floats)
+}
+
+/// Writes the nearest numbers to those of the first floats of a vector to all of `to`.
+#[inline(always)]
+pub(super) fn store_part<S: Simd, T: Number>(simd: S, to: &mut [T], value: S::f32s) {
+    let mut floats = [0.0; LANES];
+    let floats = &mut floats[..to.len()];
+    simd.partial_store_f32s(floats, value);
+    T::narrow(floats, to);
 }
 
 /// Writes a vector to `to[at..]`.
@@ -29,7 +102,7 @@ pub(super) unsafe fn store<S: Simd>(to: &mut [f32], at: usize, value: S::f32s) {
     unsafe { to.as_mut_ptr().add(at).cast::<S::f32s>().write_unaligned(value) }
 }
 
-/// A square of vectors in memory: the floats from one row to the next, and from one column to the next.
+/// A square of vectors in memory: the numbers from one row to the next, and from one column to the next.
 ///
 /// An address is a sum of two terms that whole rows or columns share. If addresses were multiplied out for each vector, they
 /// would take as long as the vectors' own arithmetic.
@@ -74,17 +147,14 @@ impl Grid {
     /// # Safety
     /// `to` holds a whole vector there, and nobody else uses it.
     #[inline(always)]
-    pub(super) unsafe fn store<S: Simd>(
+    pub(super) unsafe fn store<S: Simd, T: Number>(
         self,
-        (to, at): (Shared<'_, f32>, usize),
+        (to, at): (Shared<'_, T>, usize),
         [i, j]: [usize; 2],
         value: S::f32s,
     ) {
-        // SAFETY: the caller promises that a vector's floats from `at + place([i, j])` on, which is the sum of these terms, are
+        // SAFETY: the caller promises that a vector's numbers from `at + place([i, j])` on, which is the sum of these terms, are
         // in the slice, and that nobody else uses them.
-        unsafe {
-            let row = to.pointer(at + i * self.row);
-            row.add(j * self.column).cast::<S::f32s>().write_unaligned(value);
-        }
+        unsafe { T::store_vector::<S>(to.pointer(at + i * self.row).add(j * self.column), value) }
     }
 }

@@ -30,15 +30,18 @@ mod weights;
 use forward::{Direction, Tiles};
 use geometry::Geometry;
 use groups::Groups;
+use half::bf16;
+use memory::Number;
 use std::marker::PhantomData;
+use std::sync::Arc;
 pub(super) use transforms::{F2, F4, F6};
 
 use transforms::Filter;
 use weights::Weights;
 
-use super::plan::{Accuracy, ConvAlgorithm, ConvPlan, Cost, NotApplicable, kernel};
+use super::plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvPlan, Cost, NotApplicable};
 use super::problem::{ConvAxis, ConvProblem, ConvTypes, Pass};
-use crate::{Cpu, MemoryFormat};
+use crate::{Cpu, DType, MemoryFormat};
 
 /// Winograd convolution by tiles of `F`.
 pub(super) struct Winograd<F>(PhantomData<F>);
@@ -58,8 +61,12 @@ impl<F: Filter> ConvAlgorithm for Winograd<F> {
         F::REVISION
     }
 
-    fn accuracy(&self) -> Accuracy {
-        F::ACCURACY
+    fn accuracy(&self, types: &ConvTypes) -> Accuracy {
+        match types.input.computes() {
+            true => F::ACCURACY,
+            // Every filter's errors are far below the rounding of tensors of 16 bits.
+            false => F::ACCURACY.min(Accuracy::Standard),
+        }
     }
 
     fn formats(&self) -> &'static [MemoryFormat] {
@@ -71,14 +78,21 @@ impl<F: Filter> ConvAlgorithm for Winograd<F> {
     }
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
-        plan::<F>(self, problem, pass, cpu)
+        match problem.types.input {
+            _ if problem.types != ConvTypes::of(problem.types.input) => {
+                Err(NotApplicable(format!("does not take the types {}", problem.types)))
+            }
+            DType::F32 => plan::<F, f32>(self, problem, pass, cpu),
+            DType::BF16 => plan::<F, bf16>(self, problem, pass, cpu),
+            other => Err(NotApplicable(format!("for f32 and bf16, not for {other}"))),
+        }
     }
 }
 
 /// The least channels of a group if there are several: with fewer, the matrices are mostly filled up with zeros.
 const LEAST_OF_GROUP: usize = 32;
 
-fn plan<F: Filter>(
+fn plan<F: Filter, T: Number>(
     algorithm: &dyn ConvAlgorithm,
     problem: &ConvProblem,
     pass: Pass,
@@ -86,9 +100,6 @@ fn plan<F: Filter>(
 ) -> Result<ConvPlan, NotApplicable> {
     let not = |reason: &str| Err(NotApplicable(reason.into()));
     let plain = |axis: &ConvAxis| axis.kernel == 3 && axis.stride == 1 && axis.dilation == 1;
-    if problem.types != ConvTypes::F32 {
-        return not("for f32 only");
-    }
     if problem.format != MemoryFormat::ChannelsLast {
         return not("for channels-last only");
     }
@@ -107,27 +118,27 @@ fn plan<F: Filter>(
         Pass::BackwardData => return not("backward-data needs a padding of at most 2"),
         Pass::BackwardWeights => Direction::Forward,
     };
-    let (workspace, kernel) = if pass == Pass::BackwardWeights {
-        let weights = Groups::new(problem, cpu, |cpu| Weights::<F>::new(problem, cpu));
-        (weights.workspace_len(), kernel::<f32>(weights))
+    let (workspace, kernel): (_, Arc<dyn ConvKernel>) = if pass == Pass::BackwardWeights {
+        let weights = Groups::new(problem, cpu, |cpu| Weights::<F, T>::new(problem, cpu));
+        (weights.workspace_len(), Arc::new(weights))
     } else {
-        let tiles = Groups::new(problem, cpu, |cpu| Tiles::<F>::new(problem, direction, cpu));
-        (tiles.workspace_len(), kernel::<f32>(tiles))
+        let tiles = Groups::new(problem, cpu, |cpu| Tiles::<F, T>::new(problem, direction, cpu));
+        (tiles.workspace_len(), Arc::new(tiles))
     };
-    let geometry = direction.geometry::<F>(problem);
+    let geometry = direction.geometry::<F, T>(problem);
     let plan = ConvPlan::new(algorithm, (problem, pass), cpu, workspace, kernel);
     Ok(plan.with_cost(cost(&geometry, problem, cpu)).with_operations(products(&geometry)))
 }
 
 /// Operations of the products of transformed tiles and filters.
-fn products<F: Filter>(geometry: &Geometry<F>) -> f64 {
+fn products<F: Filter, T: Number>(geometry: &Geometry<F, T>) -> f64 {
     let Geometry { groups, channels, outputs, .. } = *geometry;
     let counts = [groups, geometry.points(), geometry.tiles(), channels, outputs];
     2.0 * counts.map(|count| count as f64).iter().product::<f64>()
 }
 
 /// The products, about twenty operations for each point of a transformed tile or filter, and the filters' memory.
-fn cost<F: Filter>(geometry: &Geometry<F>, problem: &ConvProblem, cpu: &Cpu) -> Cost {
+fn cost<F: Filter, T: Number>(geometry: &Geometry<F, T>, problem: &ConvProblem, cpu: &Cpu) -> Cost {
     // The few channels of a group are multiplied as whole vectors.
     let lanes = cpu.isa().lanes();
     let (c, k) = match geometry.groups {

@@ -46,21 +46,21 @@ pub(in crate::conv) struct F6;
 
 impl Filter for F2 {
     const NAME: &'static str = "winograd-2x2";
-    const REVISION: u32 = 6;
+    const REVISION: u32 = 7;
     const PAIRS: usize = 1;
     const PAIR: [f64; 3] = [1.0, 0.0, 0.0];
 }
 
 impl Filter for F4 {
     const NAME: &'static str = "winograd-4x4";
-    const REVISION: u32 = 6;
+    const REVISION: u32 = 7;
     const PAIRS: usize = 2;
     const PAIR: [f64; 3] = [std::f64::consts::FRAC_1_SQRT_2, std::f64::consts::SQRT_2, 0.0];
 }
 
 impl Filter for F6 {
     const NAME: &'static str = "winograd-6x6";
-    const REVISION: u32 = 5;
+    const REVISION: u32 = 6;
     const ACCURACY: Accuracy = Accuracy::Relaxed;
     const PAIRS: usize = 3;
     const PAIR: [f64; 3] = [0.5, 1.0, 2.0];

@@ -7,7 +7,7 @@ use pulp::{Simd, WithSimd};
 use super::block::{add_to, rows, vectors};
 use super::geometry::{Geometry, SKEW};
 use super::groups::GroupKernel;
-use super::memory::{Grid, LANES, store};
+use super::memory::{Grid, LANES, Number, store};
 use super::transforms::{Filter, TapsGradient, Transform, column_of};
 use crate::Cpu;
 use crate::conv::problem::ConvProblem;
@@ -19,8 +19,8 @@ use crate::stream::Ahead;
 ///
 /// A chunk of tiles of both images is transformed; then blocks of outputs x channels sum the products of its tiles.
 #[derive(Clone, Copy)]
-pub(super) struct Weights<F> {
-    geometry: Geometry<F>,
+pub(super) struct Weights<F, T> {
+    geometry: Geometry<F, T>,
     /// Groups of threads with their own chunks and sums.
     teams: usize,
     /// Threads of a team, which share its chunk and split the blocks.
@@ -33,7 +33,7 @@ pub(super) struct Weights<F> {
     vectors: usize,
 }
 
-impl<F: Filter> Weights<F> {
+impl<F: Filter, T: Number> Weights<F, T> {
     pub(super) fn new(problem: &ConvProblem, cpu: &Cpu) -> Self {
         let geometry = Geometry::of(problem);
         let lanes = cpu.isa().lanes();
@@ -104,7 +104,11 @@ const fn group(lanes: usize) -> usize {
     if lanes < 8 { 8 } else { lanes }
 }
 
-impl<F: Filter> GroupKernel for Weights<F> {
+impl<F: Filter, T: Number> GroupKernel for Weights<F, T> {
+    type First = T;
+    type Second = T;
+    type Output = f32;
+
     fn workspace_len(&self) -> usize {
         self.zeros_len() + self.teams * self.lens().iter().sum::<usize>()
     }
@@ -113,7 +117,7 @@ impl<F: Filter> GroupKernel for Weights<F> {
         &self,
         cpu: &Cpu,
         group: usize,
-        inputs: [&[f32]; 2],
+        inputs: (&[T], &[T]),
         output: Shared<'_, f32>,
         workspace: &mut [f32],
     ) {
@@ -122,13 +126,14 @@ impl<F: Filter> GroupKernel for Weights<F> {
     }
 }
 
-impl<F: Filter> Weights<F> {
+impl<F: Filter, T: Number> Weights<F, T> {
     /// Computes the gradient of the filters of the geometry's group.
-    fn run_group(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], output: Shared<'_, f32>, workspace: &mut [f32]) {
+    fn run_group(&self, cpu: &Cpu, (x, dy): (&[T], &[T]), output: Shared<'_, f32>, workspace: &mut [f32]) {
         let Geometry { channels, outputs, .. } = self.geometry;
         let work = self.geometry.tiles() * self.geometry.points() * channels * outputs;
         let (zeros, scratch) = workspace.split_at_mut(self.zeros_len());
         zeros.fill(0.0);
+        let zeros = bytemuck::cast_slice(zeros);
         let call = Call { weights: self, cpu, work, x, dy, zeros, output };
         let [gradients_len, inputs_len, sums_len] = self.lens();
         let team_len = gradients_len + inputs_len + sums_len;
@@ -154,17 +159,17 @@ impl<F: Filter> Weights<F> {
 }
 
 /// The operands of one run.
-struct Call<'a, F> {
-    weights: &'a Weights<F>,
+struct Call<'a, F, T> {
+    weights: &'a Weights<F, T>,
     cpu: &'a Cpu,
     work: usize,
-    x: &'a [f32],
-    dy: &'a [f32],
-    zeros: &'a [f32],
+    x: &'a [T],
+    dy: &'a [T],
+    zeros: &'a [T],
     output: Shared<'a, f32>,
 }
 
-impl<F: Filter> Call<'_, F> {
+impl<F: Filter, T: Number> Call<'_, F, T> {
     /// Sums these chunks with the threads of `cpu`, and transforms the sums back if `finish`.
     fn sum(&self, cpu: &Cpu, chunks: Range<usize>, scratch: &mut [f32], finish: bool) {
         let w = self.weights;
@@ -212,10 +217,10 @@ impl<F: Filter> Call<'_, F> {
         let w = self.weights;
         let Geometry { channels, outputs, .. } = w.geometry;
         let blocks = w.blocks();
-        let part = |image: &[f32]| {
-            let floats = w.geometry.floats_of(image.len(), next.clone());
-            let share = floats.len() / (blocks[0] * blocks[1]);
-            (image.as_ptr().wrapping_add(floats.start + block * share), share)
+        let part = |image: &[T]| {
+            let numbers = w.geometry.numbers_of(image.len(), next.clone());
+            let share = numbers.len() / (blocks[0] * blocks[1]);
+            (image.as_ptr().wrapping_add(numbers.start + block * share), share)
         };
         let lanes = self.cpu.isa().lanes();
         let first = w.first_of(block);
@@ -232,8 +237,8 @@ impl<F: Filter> Call<'_, F> {
 }
 
 /// Transforms tiles of both images.
-struct TransformTiles<'a, F> {
-    call: &'a Call<'a, F>,
+struct TransformTiles<'a, F, T> {
+    call: &'a Call<'a, F, T>,
     /// Where the chunk starts.
     first: usize,
     /// Tiles of the chunk, first and end.
@@ -244,7 +249,7 @@ struct TransformTiles<'a, F> {
     inputs: Shared<'a, f32>,
 }
 
-impl<F: Filter> WithSimd for TransformTiles<'_, F> {
+impl<F: Filter, T: Number> WithSimd for TransformTiles<'_, F, T> {
     type Output = ();
 
     #[inline(always)]
@@ -273,8 +278,8 @@ impl<F: Filter> WithSimd for TransformTiles<'_, F> {
 }
 
 /// Adds the products of a chunk to the sums of a block.
-struct Add<'a, F> {
-    weights: &'a Weights<F>,
+struct Add<'a, F, T> {
+    weights: &'a Weights<F, T>,
     block: usize,
     /// Tiles of the chunk.
     count: usize,
@@ -288,7 +293,7 @@ struct Add<'a, F> {
     ahead: &'a mut Ahead<2>,
 }
 
-impl<F: Filter> WithSimd for Add<'_, F> {
+impl<F: Filter, T: Number> WithSimd for Add<'_, F, T> {
     type Output = ();
 
     #[inline(always)]
@@ -302,7 +307,7 @@ impl<F: Filter> WithSimd for Add<'_, F> {
     }
 }
 
-impl<F: Filter> Add<'_, F> {
+impl<F: Filter, T: Number> Add<'_, F, T> {
     #[inline(always)]
     fn blocked<S: Simd, const ROWS: usize, const V: usize>(self, simd: S) {
         let w = self.weights;
@@ -355,13 +360,13 @@ fn add_product<S: Simd, const ROWS: usize, const V: usize>(
 }
 
 /// Transforms the sums of all teams into the filter gradients of a block.
-struct Finish<'a, F> {
-    call: &'a Call<'a, F>,
+struct Finish<'a, F, T> {
+    call: &'a Call<'a, F, T>,
     block: usize,
     sums: &'a [&'a [f32]],
 }
 
-impl<F: Filter> WithSimd for Finish<'_, F> {
+impl<F: Filter, T: Number> WithSimd for Finish<'_, F, T> {
     type Output = ();
 
     #[inline(always)]

@@ -197,7 +197,7 @@ impl ConvCase {
         Ok(match dtype {
             DType::F32 => {
                 let rounding = Tolerance::for_sum(f32::EPSILON.into(), terms).rtol;
-                let rtol = algorithm.accuracy().tolerance(rounding);
+                let rtol = algorithm.accuracy(&ConvTypes::F32).tolerance(rounding);
                 check_relative_to_max(&self.run::<f32>(algorithm, pass, format, cpu)?, expected, rtol)
             }
             DType::F64 => {
@@ -227,15 +227,16 @@ pub(crate) fn check_algorithms<'a>(
     formats: &[MemoryFormat],
     cpus: impl Iterator<Item = &'a Cpu> + Clone,
 ) {
-    let case = ConvCase::new(problem, seed);
+    let dtype = problem.types.input;
+    let case = ConvCase::new(problem, seed).rounded(dtype);
     for pass in Pass::ALL {
         let expected = case.expected(pass);
         for (name, &format) in names.iter().flat_map(|name| formats.iter().map(move |format| (name, format)))
         {
             let algorithm = convoke_kernels::conv::algorithm(name).expect("it is in the table");
             for cpu in cpus.clone() {
-                failures.run(format!("{name} {pass} {problem} {format} {cpu:?}"), || {
-                    let checked = case.check(algorithm, pass, format, (DType::F32, cpu), &expected);
+                failures.run(format!("{name} {pass} {problem} {dtype} {format} {cpu:?}"), || {
+                    let checked = case.check(algorithm, pass, format, (dtype, cpu), &expected);
                     checked.expect("it applies to such problems").map_err(|mismatch| mismatch.to_string())
                 });
             }
