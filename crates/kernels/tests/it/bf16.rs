@@ -29,8 +29,8 @@ fn is_here(name: &str, dtype: DType) -> bool {
     found.inspect_err(|reason| println!("{name} is not tested: {reason}")).is_ok()
 }
 
-/// Bands of lines, several images of a task, few and many channels, strides, weights that are larger than images.
-const PROBLEMS: [&str; 12] = [
+/// Bands of lines, several images of a task or of a band, few and many channels, strides, weights that are larger than images.
+const PROBLEMS: [&str; 17] = [
     "mb2ic16ih70iw90oc16oh70ow90kh3ph1",
     "mb3ic48ih40oc16oh40kh3ph1",
     "mb2ic32ih26oc64oh24kh3",
@@ -43,6 +43,11 @@ const PROBLEMS: [&str; 12] = [
     "mb3ic290ih8oc40oh8kh3ph1",
     "mb2ic12ih40oc20oh40kh5ph2",
     "mb4ic40ih31oc64oh16kh1sh2",
+    "mb5ic34ih7iw5oc70kh1",
+    "mb7ic40ih13oc66oh7kh1sh2",
+    "mb6ic24ih12oc40oh6kh2sh2",
+    "mb6ic33ih9iw40oc48oh9ow40kh1kw3ph0pw1",
+    "mb2ic520ih7oc610kh1",
 ];
 
 #[test]

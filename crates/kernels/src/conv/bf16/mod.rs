@@ -50,7 +50,7 @@ impl ConvAlgorithm for Bf16 {
     }
 
     fn revision(&self) -> u32 {
-        2
+        3
     }
 
     fn formats(&self) -> &'static [MemoryFormat] {

@@ -66,7 +66,7 @@ impl ConvAlgorithm for Split {
     }
 
     fn revision(&self) -> u32 {
-        1
+        2
     }
 
     fn accuracy(&self, _: &ConvTypes) -> Accuracy {

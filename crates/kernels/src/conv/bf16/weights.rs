@@ -1,6 +1,6 @@
 //! Backward-weights: dy transposed, times x in pairs of pixels.
 //!
-//! The batch is cut into bands: some rows of outputs of an image. Of some bands in turn, both factors of the products are written, and then
+//! The batch is cut into bands: some rows of outputs of an image, or of all images if no output reads several rows. Of some bands in turn, both factors of the products are written, and then
 //! multiplied. Each thread does so with bands of its own, as what another one has written is slow to read, and the sums of all are added up
 //! at last. Only if the weight is larger than the factors, all threads write the same bands, and multiply parts of the weight.
 //!
@@ -17,17 +17,22 @@ use super::pack::{Line, gather, pair_positions, transpose_places};
 use super::taps::TapPlaces;
 use super::unit::{Factors, GROUP, NOWHERE, ROWS, SECOND, SIDE, Unit};
 use crate::Cpu;
-use crate::conv::problem::ConvProblem;
+use crate::conv::problem::{ConvAxis, ConvProblem};
 use crate::conv::workspace::{LINE, aligned};
 use crate::shared::Shared;
+use crate::stream::{Ahead, prefetch_to_l2};
 
 /// Elements of both factors that a thread writes before it multiplies them: they stay in its L2 cache.
 const BANDS_ELEMENTS: usize = 256 * 1024;
 /// Elements that all threads write together.
 const LARGE_BANDS_ELEMENTS: usize = 4 * 1024 * 1024;
 
-/// Positions that are multiplied before others, if there are several taps.
-const POSITIONS: usize = 256;
+/// Positions that tiles multiply before others, if there are several taps, and those that `vdpbf16ps` does: both factors' stay in the
+/// first-level cache.
+const TILE_POSITIONS: usize = 256;
+const DOT_POSITIONS: usize = 128;
+/// The most pixels of a row where rows may be cut anywhere: an even number.
+const SHORT_ROW: usize = 32;
 /// Parts in which threads write a band's factors.
 const PARTS: usize = 4;
 /// From this number of channels on, it is made an odd multiple of [`SIDE`]: pairs a power of two apart would fall into few sets of a cache.
@@ -48,9 +53,12 @@ pub(super) struct WeightSums {
     columns: TapPlaces,
     /// Positions of a row of outputs: an even number.
     width: usize,
-    /// Rows of outputs of a band, and the bands of an image.
-    band_rows: usize,
+    /// Images, or one that all rows of the batch are in, if no output reads several rows.
+    images: usize,
+    /// Rows of an image, the bands that they are cut into, and the most rows of a band.
+    image_rows: usize,
     bands: usize,
+    band_rows: usize,
     /// Lengths of the factors of a band.
     lens: Lens,
     /// The parts of the batch whose sums are computed apart, each by one thread; or one, whose sums all threads compute.
@@ -59,6 +67,8 @@ pub(super) struct WeightSums {
     together: usize,
     /// Taps of a task.
     taps_together: usize,
+    /// Blocks of output channels that are multiplied with one of input channels after the other.
+    outputs_together: usize,
     /// The places of an output channel's sums among the products of a task, in the order of its weights.
     places: Arc<[i32]>,
 }
@@ -79,6 +89,7 @@ struct Lens {
 
 impl WeightSums {
     pub(super) fn new(problem: &ConvProblem, unit: Unit, cpu: &Cpu) -> Option<WeightSums> {
+        let problem = &in_short_rows(problem);
         // From the padded beginning of x on.
         let [rows, columns] = [&problem.height, &problem.width].map(|axis| {
             let offsets: Vec<isize> = (0..axis.kernel).map(|tap| (tap * axis.dilation) as isize).collect();
@@ -95,37 +106,58 @@ impl WeightSums {
             rows,
             columns,
             width: width.checked_next_multiple_of(2)?,
-            band_rows: problem.height.output(),
+            images: problem.batch,
+            image_rows: problem.height.output(),
             bands: 1,
+            band_rows: 1,
             lens: Lens::default(),
             owners: 1,
             together: 1,
-            taps_together: 1,
+            taps_together: (problem.height.kernel * problem.width.kernel).min(MOST_TAPS_TOGETHER),
+            outputs_together: 1,
             places: Arc::new([]),
         };
-        let all_rows = problem.height.output();
-        let least = cpu.threads().div_ceil(problem.batch).min(all_rows);
-        let parts = sums.lens_of(all_rows)?.band().div_ceil(BANDS_ELEMENTS).clamp(least, all_rows);
-        sums.band_rows = all_rows.div_ceil(parts);
-        sums.bands = all_rows.div_ceil(sums.band_rows);
-        sums.lens = sums.lens_of(sums.band_rows)?;
-        let all = sums.bands.checked_mul(problem.batch)?;
-        sums.taps_together = sums.taps().min(MOST_TAPS_TOGETHER);
-        let weight = sums.tasks().checked_mul(sums.products_len())?.checked_mul(size_of::<f32>())?;
-        let factors = sums.lens.band().checked_mul(all)?.checked_mul(size_of::<bf16>())?;
-        sums.owners = if 2 * weight <= factors { cpu.threads().min(all) } else { 1 };
-        let elements = match sums.owners == cpu.threads() {
-            true => BANDS_ELEMENTS,
-            false => {
-                sums.taps_together = sums.taps_of_task(cpu);
-                LARGE_BANDS_ELEMENTS
+        if sums.rows.reach() == 0 {
+            (sums.images, sums.image_rows) = (1, problem.batch.checked_mul(sums.image_rows)?);
+        }
+        let factors = sums.lens_of(sums.image_rows)?.band().checked_mul(sums.images)?;
+        let weight = sums.tasks().checked_mul(sums.products_len())?;
+        // In bytes, factors take half of that.
+        let elements = match 4 * weight <= factors {
+            true => {
+                sums.owners = cpu.threads();
+                BANDS_ELEMENTS
             }
+            false => LARGE_BANDS_ELEMENTS,
         };
+        sums.cut(elements)?;
+        let all = sums.bands.checked_mul(sums.images)?;
+        sums.owners = sums.owners.min(all);
+        if sums.owners < cpu.threads() {
+            sums.taps_together = sums.taps_of_task(cpu);
+        }
         let each = all.div_ceil(sums.owners);
         let together = (elements / sums.lens.band()).clamp(1, each);
         sums.together = each.div_ceil(each.div_ceil(together));
+        sums.outputs_together = (BANDS_ELEMENTS / (SIDE * sums.lens.positions * sums.together)).max(1);
         sums.places = sums.places()?;
         Some(sums)
+    }
+
+    /// Cuts images into bands of at most so many elements, unless a row has more: as many for each owner, and of those numbers the one
+    /// with the fewest positions that stand for nothing.
+    fn cut(&mut self, elements: usize) -> Option<()> {
+        let (rows, step) = (self.image_rows, self.owners.div_ceil(self.images));
+        let fewest = self.lens_of(rows)?.band().div_ceil(elements).next_multiple_of(step).min(rows);
+        let all_positions = |bands: usize| match self.lens_of(rows.div_ceil(bands)) {
+            Some(lens) => bands * lens.positions,
+            None => usize::MAX,
+        };
+        let numbers = (fewest..=rows.min(2 * fewest)).step_by(step);
+        self.bands = numbers.min_by_key(|&bands| all_positions(bands))?;
+        self.band_rows = rows.div_ceil(self.bands);
+        self.lens = self.lens_of(self.band_rows)?;
+        Some(())
     }
 
     /// The lengths of a band that has this number of rows of outputs.
@@ -186,8 +218,11 @@ impl WeightSums {
     fn products(&self, task: usize) -> Products<'_> {
         let [outputs, inputs, parts] = self.blocks();
         let (place, part) = (task / parts, task % parts * self.taps_together);
-        let (place, input) = (place / inputs, place % inputs * SIDE);
-        let (group, output) = (place / outputs, place % outputs * SIDE);
+        let (group, place) = (place / (outputs * inputs), place % (outputs * inputs));
+        // Some blocks of outputs with one of inputs after the other: what is read of dy stays in the L2 cache.
+        let first = place / (self.outputs_together * inputs) * self.outputs_together;
+        let (place, count) = (place - first * inputs, (outputs - first).min(self.outputs_together));
+        let (output, input) = ((first + place % count) * SIDE, place / count * SIDE);
         let taps = part..self.taps().min(part + self.taps_together);
         Products { of: self, group, output, input, taps }
     }
@@ -195,7 +230,7 @@ impl WeightSums {
     pub(super) fn run(&self, cpu: &Cpu, operands: [&[bf16]; 2], dweight: &mut [f32], workspace: &mut [f32]) {
         let len = self.owner_len().expect("the plan has found that it fits");
         let halves = self.together * self.lens.band() / 2;
-        let all = self.problem.batch * self.bands;
+        let all = self.images * self.bands;
         let each = all.div_ceil(self.owners);
         let work = self.problem.flops() as usize;
         let owners = &mut aligned(workspace)[..self.owners * len];
@@ -208,7 +243,7 @@ impl WeightSums {
         };
         match self.owners {
             // All threads help.
-            1 => owned.for_each(|owned| accumulate(owned, work)),
+            1 if cpu.threads() > 1 => owned.for_each(|owned| accumulate(owned, work)),
             _ => cpu.for_each(work, owned, |owned| accumulate(owned, 0)),
         }
         let (owners, gradient) = (&*owners, Shared::new(dweight));
@@ -242,14 +277,43 @@ impl WeightSums {
             let factors = &factors[..count * band_len];
             let segments: &[[usize; 2]] = &(0..count).map(|band| [band * band_len; 2]).collect::<Vec<_>>();
             let tasks = sums.chunks_exact_mut(self.products_len()).enumerate();
-            cpu.for_each(work, tasks.take(self.tasks()), |(task, sums)| {
-                self.products(task).add(sums, (factors, segments), first > bands.start);
-            });
+            let add = |task: usize, sums: &mut [f32], ahead: &mut Ahead<2>| {
+                self.products(task).add(sums, (factors, segments), first > bands.start, ahead);
+            };
+            if work == 0 {
+                let next = first + count..bands.end.min(first + 2 * count);
+                let ahead = &mut self.ahead([x, dy], next);
+                tasks.take(self.tasks()).for_each(|(task, sums)| add(task, sums, ahead));
+            } else {
+                cpu.for_each(work, tasks.take(self.tasks()), |(task, sums)| {
+                    add(task, sums, &mut Ahead::nothing());
+                });
+            }
         }
+    }
+
+    /// What the products of some bands fetch meanwhile: what the next ones will be written from.
+    fn ahead(&self, tensors: [&[bf16]; 2], next: Range<usize>) -> Ahead<2> {
+        let all = self.images * self.bands;
+        let part = |tensor: &[bf16]| {
+            let [start, end] = [next.start, next.end].map(|band| tensor.len() * band / all);
+            (tensor.as_ptr().wrapping_add(start), end.saturating_sub(start))
+        };
+        let steps = self.together * self.lens.positions.div_ceil(self.positions());
+        Ahead::of(tensors.map(part), self.tasks() * steps)
     }
 
     fn taps(&self) -> usize {
         self.problem.height.kernel * self.problem.width.kernel
+    }
+
+    /// Positions that are multiplied before others.
+    fn positions(&self) -> usize {
+        match self.unit {
+            Unit::Dot => DOT_POSITIONS,
+            Unit::Tiles if self.taps_together > self.taps_of_product() => TILE_POSITIONS,
+            Unit::Tiles => usize::MAX,
+        }
     }
 
     /// Taps whose sums are those of one product: with few input channels, two share its columns.
@@ -280,14 +344,18 @@ impl WeightSums {
         (products.max(1) * of_product).min(self.taps_together)
     }
 
+    /// A band by number: bands of an image differ by one row at most.
+    fn band(&self, index: usize) -> Band {
+        let (image, band) = (index / self.bands, index % self.bands);
+        let start = |band: usize| band * self.image_rows / self.bands;
+        Band { image, rows: start(band)..start(band + 1) }
+    }
+
     /// The parts of some bands' factors that a thread writes at a time.
     fn parts<'a>(&self, bands: Range<usize>, memory: &'a mut [bf16]) -> Vec<Part<'a>> {
         let mut parts = Vec::new();
         for (index, memory) in bands.zip(memory.chunks_exact_mut(self.lens.band())) {
-            let (image, band) = (index / self.bands, index % self.bands);
-            let start = band * self.band_rows;
-            let rows = start..(start + self.band_rows).min(self.problem.height.output());
-            let band = Band { image, rows };
+            let band = self.band(index);
             let (dy, x) = memory.split_at_mut(self.lens.dy);
             let few = (self.lens.positions / GROUP).div_ceil(PARTS);
             for (part, to) in dy.chunks_mut(few * GROUP * self.lens.outputs).enumerate() {
@@ -311,7 +379,7 @@ impl WeightSums {
     /// dy at some positions from `first` on: [group][channel][position], with zeros where there is no output.
     fn transpose(&self, dy: &[bf16], band: &Band, first: usize, to: &mut [bf16]) {
         let k = self.problem.out_channels;
-        let (outputs, pixels) = (self.problem.height.output(), self.problem.width.output());
+        let (outputs, pixels) = (self.image_rows, self.problem.width.output());
         let [mut row, mut column] = [first / self.width, first % self.width];
         for to in to.chunks_exact_mut(self.lens.outputs * GROUP) {
             let mut places = [NOWHERE; GROUP];
@@ -341,15 +409,38 @@ impl WeightSums {
         let pixel = (inside.start * width.stride + residue).saturating_sub(width.pad_before);
         let line_len = width.input * channels;
         for (index, to) in to.chunks_exact_mut(self.width * self.lens.inputs).enumerate() {
-            // A band that ends early has fewer rows of outputs; it is written as if it had all.
-            let row = (band.rows.start + first + index) * height.stride + row_residue;
-            let row = row.checked_sub(height.pad_before).filter(|&row| row < height.input);
-            let line = row.map(|row| &x[(band.image * height.input + row) * line_len..][..line_len]);
+            // A band with fewer rows of outputs is written as if it had all.
+            let output = band.rows.start + first + index;
+            let (image, output) = match self.images == self.problem.batch {
+                true => (band.image, output),
+                false => (output / height.output(), output % height.output()),
+            };
+            let row = (output * height.stride + row_residue).checked_sub(height.pad_before);
+            let row = row.filter(|&row| row < height.input && image < self.problem.batch);
+            let line = row.map(|row| &x[(image * height.input + row) * line_len..][..line_len]);
             let pixels = line.and_then(|line| line.get(pixel * channels..)).unwrap_or_default();
             let inside = if pixels.is_empty() { 0..0 } else { inside.clone() };
             let line = Line { pixels, step: width.stride * channels, inside, count: channels };
             pair_positions(&line, parity, self.lens.inputs, to);
         }
+    }
+}
+
+/// The same computation with rows of few pixels, where each output reads one pixel: images follow one another, so that no row ends with
+/// positions that are no outputs.
+fn in_short_rows(problem: &ConvProblem) -> ConvProblem {
+    let alone = |axis: &ConvAxis| *axis == ConvAxis::new(axis.input, 1);
+    let pixels = problem.batch * problem.height.input * problem.width.input;
+    let width = (2..=SHORT_ROW).rev().step_by(2).find(|&width| pixels.is_multiple_of(width));
+    match width.filter(|_| alone(&problem.height) && alone(&problem.width)) {
+        Some(width) => {
+            let rows = problem.with(|spec| {
+                spec.batch = 1;
+                (spec.height.input, spec.width.input) = (pixels / width, width);
+            });
+            rows.unwrap_or(*problem)
+        }
+        None => *problem,
     }
 }
 
@@ -399,16 +490,19 @@ impl Products<'_> {
     }
 
     /// Computes the sums of the bands, or adds them.
-    fn add(&self, sums: &mut [f32], (factors, all_segments): Bands<'_>, mut adds: bool) {
+    fn add(
+        &self,
+        sums: &mut [f32],
+        (factors, all_segments): Bands<'_>,
+        mut adds: bool,
+        ahead: &mut Ahead<2>,
+    ) {
         let of = self.of;
         // SAFETY: a plan was made because this machine has the unit.
         let ready = unsafe { of.unit.ready() };
         let (of_product, shape) = (of.taps_of_product(), [self.outputs(), self.inputs().len()]);
-        // What several taps read is read again soon, from the first-level cache.
-        let (positions, bands) = match self.taps.len() > of_product {
-            true => (POSITIONS.min(of.lens.positions), POSITIONS / of.lens.positions),
-            false => (of.lens.positions, all_segments.len()),
-        };
+        let positions = of.positions().min(of.lens.positions);
+        let bands = of.positions() / of.lens.positions;
         for segments in all_segments.chunks(bands.max(1)) {
             for start in (0..of.lens.positions).step_by(positions) {
                 let part = start..of.lens.positions.min(start + positions);
@@ -416,6 +510,11 @@ impl Products<'_> {
                 for (tap, sums) in taps.zip(sums.chunks_exact_mut(PRODUCT)) {
                     let taps = [tap, (tap + of_product).min(self.taps.end) - 1];
                     let (factors, columns) = self.factors(taps, shape, (factors, segments), part.clone());
+                    if adds {
+                        // The next product's.
+                        prefetch_to_l2(sums.as_ptr().wrapping_add(PRODUCT), SIDE * SIDE);
+                    }
+                    ahead.step();
                     let sums = sums.first_chunk_mut().expect("a product has room for its sums");
                     // SAFETY: `factors` has checked what is read.
                     unsafe { ready.multiply(&factors, [shape[0], columns], (sums, adds)) };
