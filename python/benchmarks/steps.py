@@ -1,6 +1,6 @@
 """Times whole training steps of one model in PyTorch and with torch_convoke, in turn, in one process.
 
-    python benchmarks/steps.py MODEL [--batch N] [--size N] [--rounds N] [--compiled] [--threads N] [--json FILE]
+    python benchmarks/steps.py MODEL [--batch N] [--size N] [--rounds N] [--compiled] [--autocast] [--threads N] [--json FILE]
 
 MODEL is one of torchvision's, or mnist-cnn, resnet20, segnet (a U-Net) as tools/peers has them. PyTorch runs at its best: in channels-last,
 with an allocator that keeps memory. Printed are medians of seconds, the ratio convoke / PyTorch (below 1 convoke is faster) with the
@@ -37,6 +37,7 @@ def main():
     parser.add_argument("--steps", type=int, default=2, help="steps of a round")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--compiled", action="store_true", help="also time torch.compile")
+    parser.add_argument("--autocast", action="store_true", help="forward and loss under autocast to bfloat16")
     parser.add_argument("--contiguous", action="store_true", help="models and inputs in PyTorch's default format")
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -74,7 +75,8 @@ def main():
     def step(name):
         start = time.perf_counter()
         optimizers[name].zero_grad(set_to_none=True)
-        loss = loss_of(models[name](images), labels)
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.autocast):
+            loss = loss_of(models[name](images), labels)
         loss.backward()
         optimizers[name].step()
         loss.item()

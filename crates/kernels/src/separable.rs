@@ -242,13 +242,20 @@ multiversion! {
     fn gather<T: Element>(lanes: usize, lists: &Lists<T>, from: &[T], to: &mut [T]) {
         for (output, to) in to.chunks_exact_mut(lanes).enumerate() {
             let list = lists.of(output);
-            let (chunks, last) = to.as_chunks_mut::<TOGETHER>();
-            let done = chunks.len() * TOGETHER;
-            for (index, sums) in chunks.iter_mut().enumerate() {
-                *sums = listed(list, |at| &from[at * lanes + index * TOGETHER..]);
+            let (chunks, rest) = to.as_chunks_mut::<TOGETHER>();
+            let mut place = 0;
+            for sums in chunks {
+                *sums = listed(list, |at| &from[at * lanes + place..]);
+                place += TOGETHER;
             }
-            for (index, sum) in last.iter_mut().enumerate() {
-                [*sum] = listed(list, |at| &from[at * lanes + done + index..]);
+            let (chunks, rest) = rest.as_chunks_mut::<FEW>();
+            for sums in chunks {
+                *sums = listed(list, |at| &from[at * lanes + place..]);
+                place += FEW;
+            }
+            for sum in rest {
+                [*sum] = listed(list, |at| &from[at * lanes + place..]);
+                place += 1;
             }
         }
     }
@@ -257,21 +264,32 @@ multiversion! {
 /// Numbers of a pixel that are computed together: the compiler makes vectors of them, while a loop over all may take the few of a pixel one
 /// by one.
 const TOGETHER: usize = 16;
+/// Those of the numbers that remain then.
+const FEW: usize = 4;
 
 #[inline(always)]
 fn mix_pixel<T: Element>(weights: [T; 2], first: &[T], second: &[T], out: &mut [T]) {
-    let mixed = |first: T, second: T| first * weights[0] + second * weights[1];
-    let (first, last_first) = first.as_chunks::<TOGETHER>();
-    let (second, last_second) = second.as_chunks::<TOGETHER>();
-    let (out, last) = out.as_chunks_mut::<TOGETHER>();
+    let rest = mix_chunks::<T, TOGETHER>(weights, [first, second], out);
+    let rest = mix_chunks::<T, FEW>(weights, rest.0, rest.1);
+    mix_chunks::<T, 1>(weights, rest.0, rest.1);
+}
+
+/// Mixes as many numbers as are in whole chunks of N, and returns the others.
+#[inline(always)]
+fn mix_chunks<'a, T: Element, const N: usize>(
+    weights: [T; 2],
+    [first, second]: [&'a [T]; 2],
+    out: &'a mut [T],
+) -> ([&'a [T]; 2], &'a mut [T]) {
+    let (first, first_rest) = first.as_chunks::<N>();
+    let (second, second_rest) = second.as_chunks::<N>();
+    let (out, rest) = out.as_chunks_mut::<N>();
     for ((out, first), second) in out.iter_mut().zip(first).zip(second) {
-        for index in 0..TOGETHER {
-            out[index] = mixed(first[index], second[index]);
+        for index in 0..N {
+            out[index] = first[index] * weights[0] + second[index] * weights[1];
         }
     }
-    for ((out, &first), &second) in last.iter_mut().zip(last_first).zip(last_second) {
-        *out = mixed(first, second);
-    }
+    ([first_rest, second_rest], rest)
 }
 
 /// The weighted sums of the first N numbers at the places of a list, in order, two at a time.
