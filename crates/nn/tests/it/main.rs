@@ -15,6 +15,7 @@ mod dry_steps;
 mod golden_resnet;
 mod golden_step;
 mod graph;
+mod graph_operations;
 mod graph_planner;
 mod graph_ranked;
 mod layers;
