@@ -1,8 +1,9 @@
 //! Backward-weights: dy transposed, times x in pairs of pixels.
 //!
-//! The batch is cut into bands: some rows of outputs of an image, or of all images if no output reads several rows. Of some bands in turn, both factors of the products are written, and then
-//! multiplied. Each thread does so with bands of its own, as what another one has written is slow to read, and the sums of all are added up
-//! at last. Only if the weight is larger than the factors, all threads write the same bands, and multiply parts of the weight.
+//! The batch is cut into bands: some rows of outputs of an image, or of all images if no output reads several rows. Of some bands in turn,
+//! both factors of the products are written, and then multiplied. Each thread does so with bands of its own, as what another one has
+//! written is slow to read, and the sums of all are added up at last. Only if the weight is larger than the factors, all threads write the
+//! same bands, and multiply parts of the weight.
 //!
 //! A position is an output pixel of a band, or one of some pixels behind each row of outputs, where dy counts as zero. The pixels of x lie
 //! as far apart as positions, with zeros where there is none, so what a tap reads for all positions in turn lies there in one piece: in pairs
@@ -27,9 +28,9 @@ const BANDS_ELEMENTS: usize = 256 * 1024;
 /// Elements that all threads write together.
 const LARGE_BANDS_ELEMENTS: usize = 4 * 1024 * 1024;
 
-/// Positions that tiles multiply before others, if there are several taps, and those that `vdpbf16ps` does: both factors' stay in the
-/// first-level cache.
+/// Positions that tiles multiply before others, if there are several taps.
 const TILE_POSITIONS: usize = 256;
+/// Positions that `vdpbf16ps` multiplies before others: the first-level cache holds what both factors have of them.
 const DOT_POSITIONS: usize = 128;
 /// The most pixels of a row where rows may be cut anywhere: an even number.
 const SHORT_ROW: usize = 32;
