@@ -264,7 +264,7 @@ multiversion! {
 /// Numbers of a pixel that are computed together: the compiler makes vectors of them, while a loop over all may take the few of a pixel one
 /// by one.
 const TOGETHER: usize = 16;
-/// Those of the numbers that remain then.
+/// Numbers of a pixel that are computed together where fewer than [`TOGETHER`] are left.
 const FEW: usize = 4;
 
 #[inline(always)]

@@ -353,6 +353,11 @@ impl ConvProblem {
         }
     }
 
+    /// Whether each output reads one pixel, the one at its place: a 1 x 1 kernel without stride and padding.
+    pub(crate) fn reads_one_pixel(&self) -> bool {
+        [self.height, self.width].into_iter().all(|axis| axis == ConvAxis::new(axis.input, 1))
+    }
+
     /// Floating-point operations of one pass of direct convolution: two per multiply-add, padding included.
     pub fn flops(&self) -> f64 {
         2.0 * self.output_len() as f64

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::workspace_sum;
 use crate::conv::plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvOperands, ConvPlan, Cost, NotApplicable};
-use crate::conv::problem::{ConvAxis, ConvProblem, ConvTypes, Pass};
+use crate::conv::problem::{ConvProblem, ConvTypes, Pass};
 use crate::convert::convert;
 use crate::elementwise::add_assign;
 use crate::{Cpu, MemoryFormat, Result, Slice, SliceMut};
@@ -142,8 +142,7 @@ fn on_copies(
 
 /// The same computation with each row of an image as an image of its own, where no output reads more than one pixel.
 fn by_rows(problem: &ConvProblem) -> ConvProblem {
-    let alone = |axis: &ConvAxis| *axis == ConvAxis::new(axis.input, 1);
-    if problem.format != MemoryFormat::ChannelsLast || !alone(&problem.height) || !alone(&problem.width) {
+    if problem.format != MemoryFormat::ChannelsLast || !problem.reads_one_pixel() {
         return *problem;
     }
     let rows = problem.with(|spec| {

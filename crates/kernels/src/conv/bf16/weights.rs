@@ -18,7 +18,7 @@ use super::pack::{Line, gather, pair_positions, transpose_places};
 use super::taps::TapPlaces;
 use super::unit::{Factors, GROUP, NOWHERE, ROWS, SECOND, SIDE, Unit};
 use crate::Cpu;
-use crate::conv::problem::{ConvAxis, ConvProblem};
+use crate::conv::problem::ConvProblem;
 use crate::conv::workspace::{LINE, aligned};
 use crate::shared::Shared;
 use crate::stream::{Ahead, prefetch_to_l2};
@@ -145,8 +145,8 @@ impl WeightSums {
         Some(sums)
     }
 
-    /// Cuts images into bands of at most so many elements, unless a row has more: as many for each owner, and of those numbers the one
-    /// with the fewest positions that stand for nothing.
+    /// Cuts images into bands. A band has at most this many elements, unless a single row has more. Each owner gets the same number of
+    /// bands. Where several numbers of bands are possible, this takes the one that fills bands up with the fewest zeros.
     fn cut(&mut self, elements: usize) -> Option<()> {
         let (rows, step) = (self.image_rows, self.owners.div_ceil(self.images));
         let fewest = self.lens_of(rows)?.band().div_ceil(elements).next_multiple_of(step).min(rows);
@@ -430,19 +430,19 @@ impl WeightSums {
 /// The same computation with rows of few pixels, where each output reads one pixel: images follow one another, so that no row ends with
 /// positions that are no outputs.
 fn in_short_rows(problem: &ConvProblem) -> ConvProblem {
-    let alone = |axis: &ConvAxis| *axis == ConvAxis::new(axis.input, 1);
+    if !problem.reads_one_pixel() {
+        return *problem;
+    }
     let pixels = problem.batch * problem.height.input * problem.width.input;
     let width = (2..=SHORT_ROW).rev().step_by(2).find(|&width| pixels.is_multiple_of(width));
-    match width.filter(|_| alone(&problem.height) && alone(&problem.width)) {
-        Some(width) => {
-            let rows = problem.with(|spec| {
-                spec.batch = 1;
-                (spec.height.input, spec.width.input) = (pixels / width, width);
-            });
-            rows.unwrap_or(*problem)
-        }
-        None => *problem,
-    }
+    let rows = width.and_then(|width| {
+        let rows = problem.with(|spec| {
+            spec.batch = 1;
+            (spec.height.input, spec.width.input) = (pixels / width, width);
+        });
+        rows.ok()
+    });
+    rows.unwrap_or(*problem)
 }
 
 impl Lens {

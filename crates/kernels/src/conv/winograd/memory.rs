@@ -20,7 +20,7 @@ pub(super) trait Number: Stored<Compute = f32> {
     /// Writes the nearest numbers to those of a vector from `to` on.
     ///
     /// # Safety
-    /// There is room for as many numbers as a vector has floats, and nobody else uses it.
+    /// There are as many numbers as a vector has floats, and nobody else uses them.
     unsafe fn store_vector<S: Simd>(to: *mut Self, value: S::f32s);
 }
 
@@ -42,10 +42,9 @@ impl Number for bf16 {
     #[inline(always)]
     unsafe fn load_vector<S: Simd>(from: *const bf16) -> S::f32s {
         let mut floats = [0.0f32; LANES];
-        for (lane, float) in floats[..S::F32_LANES].iter_mut().enumerate() {
-            // SAFETY: the caller promises that there are as many numbers as a vector has floats.
-            *float = unsafe { from.add(lane).read() }.wide();
-        }
+        // SAFETY: the caller promises that there are as many numbers as a vector has floats.
+        let from = unsafe { std::slice::from_raw_parts(from, S::F32_LANES) };
+        bf16::widen(from, &mut floats[..S::F32_LANES]);
         // SAFETY: no vector has more than LANES floats; every bit pattern is a vector.
         unsafe { f32::load_vector::<S>(floats.as_ptr()) }
     }
@@ -55,10 +54,9 @@ impl Number for bf16 {
         let mut floats = [0.0f32; LANES];
         // SAFETY: no vector has more than LANES floats.
         unsafe { f32::store_vector::<S>(floats.as_mut_ptr(), value) };
-        for (lane, &float) in floats[..S::F32_LANES].iter().enumerate() {
-            // SAFETY: the caller promises that there is room for as many numbers as a vector has floats.
-            unsafe { to.add(lane).write(bf16::nearest(float)) };
-        }
+        // SAFETY: the caller promises that there are as many numbers as a vector has floats, and that nobody else uses them.
+        let to = unsafe { std::slice::from_raw_parts_mut(to, S::F32_LANES) };
+        bf16::narrow(&floats[..S::F32_LANES], to);
     }
 }
 
@@ -99,7 +97,7 @@ pub(super) fn store_part<S: Simd, T: Number>(simd: S, to: &mut [T], value: S::f3
 pub(super) unsafe fn store<S: Simd>(to: &mut [f32], at: usize, value: S::f32s) {
     debug_assert!(at + S::F32_LANES <= to.len());
     // SAFETY: the caller promises that a vector's floats from `at` on are in the slice.
-    unsafe { to.as_mut_ptr().add(at).cast::<S::f32s>().write_unaligned(value) }
+    unsafe { f32::store_vector::<S>(to.as_mut_ptr().add(at), value) }
 }
 
 /// A square of vectors in memory: the numbers from one row to the next, and from one column to the next.
@@ -139,7 +137,7 @@ impl Grid {
         debug_assert!(self.place([i, j]) + S::F32_LANES <= from.len());
         // SAFETY: the caller promises that a vector's floats from `place([i, j])` on, which is the sum of these two terms, are in
         // the slice; every bit pattern is a vector.
-        unsafe { from.as_ptr().add(i * self.row).add(j * self.column).cast::<S::f32s>().read_unaligned() }
+        unsafe { f32::load_vector::<S>(from.as_ptr().add(i * self.row).add(j * self.column)) }
     }
 
     /// Writes the vector in row `i` and column `j`, counted from `to[at..]`.
