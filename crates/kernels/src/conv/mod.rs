@@ -38,7 +38,7 @@ pub(crate) use tiled::{InputGradient, PartsOfTiles, Place, Reader, WeightGradien
 
 use std::sync::{Arc, LazyLock};
 
-use winograd::{F2, F4, F6, Winograd};
+use winograd::{F2, F4, F4Of2, F6, Winograd};
 
 use crate::Cpu;
 
@@ -53,6 +53,7 @@ fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
         Arc::new(depthwise::Depthwise),
         Arc::new(Winograd::<F4>::new()),
         Arc::new(Winograd::<F2>::new()),
+        Arc::new(Winograd::<F4Of2>::new()),
         Arc::new(Winograd::<F6>::new()),
         Arc::new(fft::Fft),
         Arc::new(onednn::External),

@@ -32,6 +32,9 @@ const BUILT_IN: &str = "
     mb2ic5ih4iw31oc7kh3ph7dh4dw2     # dilations that differ
     mb2ic4ih3oc5kh3ph6dh5            # fewer outputs than phases
     mb5ic2ih6iw7oc3kh6kw7            # kernel = input
+    mb2ic5ih10oc6kh2                 # an even kernel
+    mb2ic5ih10oc6kh2ph1dh1           # another, dilated
+    mb1ic6ih13oc5kh4sh2ph1           # another, strided
     mb5ic1ih1iw1oc1kh1               # one of everything
     mb1ic3ih1iw40oc5kh1kw3           # one row
     mb1ic2ih1iw33oc4kh1kw6sh1sw4     # one row, strided, columns left over
@@ -54,7 +57,8 @@ struct Coverage {
 }
 
 impl Coverage {
-    fn report(&self, what: &str) {
+    /// Asserts that every algorithm ran, but for those that are `absent`.
+    fn report(&self, what: &str, absent: &[&str]) {
         for algorithm in conv::algorithms() {
             let count = |counts: &BTreeMap<_, _>| counts.get(algorithm.name()).copied().unwrap_or(0);
             let (ran, skipped) = (count(&self.ran), count(&self.skipped));
@@ -68,7 +72,12 @@ impl Coverage {
                 println!("{what}: not checked: {reason}");
                 continue;
             }
-            assert!(ran > 0, "{what}: {} never ran: add a problem that it applies to", algorithm.name());
+            let needed = !absent.iter().any(|&name| algorithm.name() == name);
+            assert!(
+                ran > 0 || !needed,
+                "{what}: {} never ran: add a problem that it applies to",
+                algorithm.name()
+            );
             if ["im2col", "reference"].contains(&algorithm.name()) {
                 assert_eq!(skipped, 0, "{what}: {} applies to every problem", algorithm.name());
             }
@@ -133,7 +142,7 @@ fn built_in_problems_on_every_cpu_configuration() {
             _ => cpus(),
         });
     }
-    coverage.report("built-in problems");
+    coverage.report("built-in problems", &[]);
     failures.finish();
 }
 
@@ -171,15 +180,16 @@ fn published_suites_made_small() {
             if seen.insert(problem) {
                 check_problem(&mut failures, &mut coverage, &problem, |_| {
                     turn += 1;
-                    // Each of the four types gets every configuration.
-                    let cpu = turn * 7 / 4 % cpus().len();
+                    // A configuration that depends on no period of the calls, such as the number of algorithms.
+                    let cpu = ((turn * 0x9E37_79B9_usize) >> 16) % cpus().len();
                     &cpus()[cpu..=cpu]
                 });
             }
         }
     }
     println!("{} different problems of {} suites", seen.len(), files.len());
-    coverage.report("suites");
+    // These are for 2x2 kernels, which no suite has.
+    coverage.report("suites", &["winograd-4x4-2x2+swap", "winograd-4x4-2x2+phases"]);
     failures.finish();
 }
 

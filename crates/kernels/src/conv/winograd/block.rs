@@ -7,7 +7,7 @@ use pulp::{Simd, WithSimd};
 use super::forward::{Call, Tiles};
 use super::geometry::Tile;
 use super::memory::{Grid, Number, load, store_part};
-use super::transforms::{Filter, Output, Transform, column_of};
+use super::transforms::{Filter, OUTPUTS, Output, Transform, column_of};
 use crate::shared::Shared;
 use crate::simd;
 use crate::stream::Ahead;
@@ -30,7 +30,8 @@ pub(super) const fn rows(registers: usize, vectors: usize) -> usize {
     }
 }
 
-/// Transforms tiles of a block: V[slice][point][tile / rows][channel / lanes][tile % rows][lane].
+/// Transforms tiles of a block: V[slice][point][tile / rows][channel / lanes][tile % rows][lane], with the channels of one phase
+/// after those of another.
 pub(super) struct TransformInputs<'a, F, T> {
     pub(super) call: &'a Call<'a, F, T>,
     pub(super) tiles: Range<usize>,
@@ -44,24 +45,42 @@ impl<F: Filter, T: Number> WithSimd for TransformInputs<'_, F, T> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Call { tiles, x, zeros, .. } = *self.call;
-        let (lanes, rows) = (S::F32_LANES, tiles.rows());
-        let [_, slice_len, _] = tiles.lens();
-        let vectors = tiles.depth / lanes;
-        for tile in self.tiles {
-            let index = tile - self.first;
-            let group = (index / rows) * rows * tiles.depth + (index % rows) * lanes;
-            let place = |vector| vector / vectors * slice_len + group + vector % vectors * rows * lanes;
-            let to = (self.to, tiles.input_stride());
-            // SAFETY: places of different tiles of a block differ: by their group of rows, or by the row in it. Each block, or
-            // group of rows of one, is transformed by one task with a buffer that no other one writes (`Tiles::run_group`).
-            unsafe { tiles.geometry.transform_input(simd, [x, zeros], tile, to, place) }
+        match self.call.tiles.geometry.steps()[0] {
+            1 => self.run::<S, 1>(simd),
+            _ => self.run::<S, 2>(simd),
         }
     }
 }
 
-/// Multiplies a block's inputs with a panel's filters, M[point][output / pair][tile][pair] = V U. The product of the first
-/// slice of channels overwrites M, those of the other slices are added. A pair is one vector or two.
+impl<F: Filter, T: Number> TransformInputs<'_, F, T> {
+    #[inline(always)]
+    fn run<S: Simd, const STEP: usize>(self, simd: S) {
+        let Call { tiles, x, zeros, .. } = *self.call;
+        let (lanes, rows) = (S::F32_LANES, tiles.rows());
+        let [_, slice_len, _] = tiles.lens();
+        let vectors = tiles.depth / lanes;
+        let indices = self.tiles.start - self.first..;
+        for (index, tile) in indices.zip(tiles.geometry.each_tile(self.tiles)) {
+            let group = (index / rows) * rows * tiles.depth + (index % rows) * lanes;
+            let to = (self.to, tiles.input_stride());
+            for source in 0..tiles.geometry.sources() {
+                let before = source * tiles.of_phase / lanes;
+                let place = |vector: usize| {
+                    let vector = before + vector;
+                    vector / vectors * slice_len + group + vector % vectors * rows * lanes
+                };
+                // SAFETY: places of different tiles of a block differ: by their group of rows, or by the row in it. Each block, or
+                // group of rows of one, is transformed by one task with a buffer that no other one writes (`Tiles::run_group`).
+                unsafe {
+                    tiles.geometry.transform_input::<S, STEP>(simd, [x, zeros], (&tile, source), to, place);
+                }
+            }
+        }
+    }
+}
+
+/// Multiplies a block's inputs with a panel's filters, M[point][output / pair][tile][pair] = V U. The product of a point's first
+/// channels overwrites M, those of the other slices of channels are added. A pair is one vector or two.
 pub(super) struct Multiply<'a, F, T> {
     pub(super) tiles: &'a Tiles<F, T>,
     pub(super) inputs: &'a [f32],
@@ -69,7 +88,9 @@ pub(super) struct Multiply<'a, F, T> {
     pub(super) products: &'a mut [f32],
     /// Tiles of the block.
     pub(super) count: usize,
+    /// Number of the slice, and of the panel.
     pub(super) slice: usize,
+    pub(super) panel: usize,
     /// What is fetched meanwhile.
     pub(super) ahead: &'a mut Ahead<2>,
 }
@@ -93,24 +114,30 @@ impl<F: Filter, T: Number> Multiply<'_, F, T> {
         let Tiles { block, depth, width, .. } = *self.tiles;
         let pair = V * S::F32_LANES;
         // The last slice may have fewer channels.
-        let rest = self.tiles.geometry.channels - self.slice * depth;
-        let channels = depth.min(rest.next_multiple_of(S::F32_LANES));
+        let slice = self.slice * depth..((self.slice + 1) * depth).min(self.tiles.sources);
         for point in 0..self.tiles.geometry.points() {
+            let products = &mut self.products[point * self.tiles.product_stride()..][..block * width];
+            let all = self.tiles.channels_of(point, self.panel);
+            if all.is_empty() {
+                products.fill(0.0);
+            }
+            let channels = slice.start.max(all.start)..slice.end.min(all.end);
+            if channels.is_empty() {
+                continue;
+            }
+            let fresh = channels.start == all.start;
+            let first = channels.start - slice.start;
+            let end = first + channels.len().next_multiple_of(S::F32_LANES);
             let inputs = &self.inputs[point * self.tiles.input_stride()..][..block * depth];
             let filters = &self.filters[point * self.tiles.filter_stride()..][..width * depth];
-            let products = &mut self.products[point * self.tiles.product_stride()..][..block * width];
             let pairs = filters.chunks_exact(depth * pair).zip(products.chunks_exact_mut(block * pair));
             for (filters, products) in pairs {
+                let filters = &filters[first * pair..];
                 let groups = inputs.chunks_exact(ROWS * depth).zip(products.chunks_exact_mut(ROWS * pair));
                 for (inputs, products) in groups.take(self.count.div_ceil(ROWS)) {
                     self.ahead.step();
-                    product::<S, ROWS, V>(
-                        simd,
-                        &inputs[..ROWS * channels],
-                        filters,
-                        products,
-                        self.slice == 0,
-                    );
+                    let inputs = &inputs[first * ROWS..end * ROWS];
+                    product::<S, ROWS, V>(simd, inputs, filters, products, fresh);
                 }
             }
         }
@@ -153,9 +180,11 @@ pub(super) fn add_to<S: Simd, const ROWS: usize, const V: usize>(
     fresh: bool,
 ) {
     let (m, _) = S::as_mut_simd_f32s(m);
-    for (m, sums) in m.as_chunks_mut::<V>().0.iter_mut().zip(sums) {
+    // One check for all rows.
+    let m = m.as_chunks_mut::<V>().0.first_chunk_mut::<ROWS>().expect("m has all rows");
+    for row in 0..ROWS {
         for half in 0..V {
-            m[half] = if fresh { sums[half] } else { simd.add_f32s(m[half], sums[half]) };
+            m[row][half] = if fresh { sums[row][half] } else { simd.add_f32s(m[row][half], sums[row][half]) };
         }
     }
 }
@@ -173,27 +202,45 @@ impl<F: Filter, T: Number> WithSimd for TransformOutputs<'_, F, T> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        for index in 0..self.tiles.len() {
-            self.tile(simd, index);
+        match self.call.tiles.geometry.steps()[1] {
+            1 => self.run::<S, 1>(simd),
+            _ => self.run::<S, 2>(simd),
         }
     }
 }
 
 impl<F: Filter, T: Number> TransformOutputs<'_, F, T> {
     #[inline(always)]
-    fn tile<S: Simd>(&self, simd: S, index: usize) {
+    fn run<S: Simd, const STEP: usize>(self, simd: S) {
+        let panel = self.call.tiles.target_of(self.panel);
+        for (index, tile) in self.call.tiles.geometry.each_tile(self.tiles.clone()).enumerate() {
+            self.tile::<S, STEP>(simd, (index, &tile), panel);
+        }
+    }
+
+    #[inline(always)]
+    fn tile<S: Simd, const STEP: usize>(
+        &self,
+        simd: S,
+        (index, tile): (usize, &Tile),
+        (target, panel): (usize, usize),
+    ) {
         let Call { tiles, output, .. } = self.call;
         let lanes = S::F32_LANES;
-        let Tile { image, row, column } = tiles.geometry.tile(self.tiles.start + index);
+        let geometry = &tiles.geometry;
+        let (image, first_pixel) = geometry.first_output::<STEP>(tile, target);
+        let [row, column] = first_pixel;
         let [height, width] = tiles.geometry.output;
         let k = tiles.geometry.outputs;
         let pixel = k * tiles.geometry.groups;
-        let (rows, columns) = (height - row, width - column);
-        let corner = ((image * height + row) * width + column) * pixel + tiles.geometry.group * k;
         let points = Grid::of_points(F::INPUTS, tiles.product_stride());
-        let pixels = Grid { row: width * pixel, column: pixel };
-        let start = self.panel * tiles.width;
-        let whole = rows >= F::OUTPUTS && columns >= F::OUTPUTS;
+        let pixels = Grid { row: STEP * width * pixel, column: STEP * pixel };
+        let start = panel * tiles.width;
+        let reaches = |d: usize| first_pixel[d] + (STEP * (F::OUTPUTS - 1)) as isize;
+        let whole = row.min(column) >= 0 && reaches(0) < height as isize && reaches(1) < width as isize;
+        // The tile's first pixel, which may lie before the images.
+        let corner = (image * height * width).wrapping_add_signed(row * width as isize + column);
+        let corner = corner.wrapping_mul(pixel).wrapping_add(tiles.geometry.group * k);
         for (vector, first) in (start..k.min(start + tiles.width)).step_by(lanes).enumerate() {
             let take = lanes.min(k - first);
             let v = tiles.vectors;
@@ -205,25 +252,26 @@ impl<F: Filter, T: Number> TransformOutputs<'_, F, T> {
                 // it; `square` and `column_of` use only points within this side.
                 column_of(simd, F::INPUTS, |i| unsafe { points.load::<S>(products, [i, j]) })
             };
-            let corner = corner + first;
+            let corner = corner.wrapping_add(first);
             if whole && take == lanes {
                 assert!(pixels.fits::<S>(F::OUTPUTS, corner, output.len()), "a tile beyond the output");
                 Output::<F>::square(simd, column, |i, j, value| {
                     // SAFETY: `fits` has checked that the vector of the tile's last pixel is inside, and no other pixel's
-                    // vector lies behind it. Each output belongs to one tile and, with its channel, to one panel of one
+                    // vector lies behind it. Each output belongs to one tile and phase and, with its channel, to one panel of one
                     // group; each tile's products with a panel are transformed once, so that nobody else writes this.
                     unsafe { pixels.store::<S, T>((*output, corner), [i, j], value) }
                 });
             } else {
-                Output::<F>::square(simd, column, |i, j, value| {
-                    if i < rows && j < columns {
-                        // SAFETY: the pixel is inside of the output and belongs to this tile alone; `take` channels from
-                        // `first` on are those of this vector. Each tile's products with a panel are transformed once, so
-                        // that nobody else writes this.
-                        let to = unsafe { output.part(corner + pixels.place([i, j]), take) };
-                        store_part(simd, to, value);
-                    }
-                });
+                let mut square = [[simd.splat_f32s(0.0); OUTPUTS]; OUTPUTS];
+                Output::<F>::square(simd, column, |i, j, value| square[i][j] = value);
+                let [rows, columns] = geometry.outputs_inside::<STEP>(first_pixel);
+                for (i, j) in rows.flat_map(|i| columns.clone().map(move |j| (i, j))) {
+                    // SAFETY: the pixel is inside of the output and belongs to this tile and phase alone; `take` channels from
+                    // `first` on are those of this vector. Each tile's products with a panel are transformed once, so
+                    // that nobody else writes this.
+                    let to = unsafe { output.part(corner.wrapping_add(pixels.place([i, j])), take) };
+                    store_part(simd, to, square[i][j]);
+                }
             }
         }
     }

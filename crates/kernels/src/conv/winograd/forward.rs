@@ -9,31 +9,12 @@ use super::groups::GroupKernel;
 use super::memory::Number;
 use super::transforms::Filter;
 use crate::Cpu;
-use crate::conv::problem::ConvProblem;
 use crate::shared::Shared;
 use crate::simd;
 use crate::stream::Ahead;
 
 /// Runs of blocks for each worker.
 const RUNS: usize = 8;
-
-/// Which convolution the tiles compute.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Direction {
-    Forward,
-    /// Forward of dy with the filters turned by 180 degrees and channels exchanged.
-    BackwardData,
-}
-
-impl Direction {
-    pub(super) fn geometry<F: Filter, T: Number>(self, problem: &ConvProblem) -> Geometry<F, T> {
-        let forward = Geometry::of(problem);
-        match self {
-            Direction::Forward => forward,
-            Direction::BackwardData => forward.turned(),
-        }
-    }
-}
 
 /// Which operand is transformed first, for all threads. The other is transformed in parts that each thread then multiplies.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -44,11 +25,14 @@ enum First {
     Inputs,
 }
 
-/// A convolution of N x H x W x C images to N x OH x OW x K by tiles of `F`, in blocks of tiles and panels of outputs.
+/// A convolution of N x H x W x C images to N x OH x OW x K by tiles of `F`, in blocks of tiles and panels of outputs. A panel belongs to
+/// one phase.
 #[derive(Clone, Copy)]
 pub(super) struct Tiles<F, T> {
     pub(super) geometry: Geometry<F, T>,
-    direction: Direction,
+    /// Channels of all phases that are read, and of one of them, whole vectors if there are several.
+    pub(super) sources: usize,
+    pub(super) of_phase: usize,
     first: First,
     registers: usize,
     workers: usize,
@@ -63,14 +47,18 @@ pub(super) struct Tiles<F, T> {
 }
 
 impl<F: Filter, T: Number> Tiles<F, T> {
-    pub(super) fn new(problem: &ConvProblem, direction: Direction, cpu: &Cpu) -> Self {
-        let geometry = direction.geometry::<F, T>(problem);
+    pub(super) fn new(geometry: Geometry<F, T>, cpu: &Cpu) -> Self {
         let (lanes, registers) = (cpu.isa().lanes(), cpu.isa().registers());
-        let (tiles, c) = (geometry.tiles(), geometry.channels);
+        let of_phase = match geometry.sources() {
+            1 => geometry.channels,
+            _ => geometry.channels.next_multiple_of(lanes),
+        };
+        let (tiles, c) = (geometry.tiles(), geometry.sources() * of_phase);
         let vectors = vectors(geometry.outputs, lanes);
         // With few tiles, the filters are the larger part. They are multiplied right after their transform, while they are in
         // the L2 cache beside the products of all tiles.
-        let first = if tiles <= 256.min(geometry.outputs) { First::Inputs } else { First::Filters };
+        let outputs = geometry.targets() * geometry.outputs;
+        let first = if tiles <= 256.min(outputs) { First::Inputs } else { First::Filters };
         let (block, depth, panel) = match first {
             First::Inputs => (tiles, c.min(64), 32),
             // A block's inputs and products share the L2 cache with a panel of filters.
@@ -82,7 +70,8 @@ impl<F: Filter, T: Number> Tiles<F, T> {
         let panel = if vectors == 1 { geometry.outputs } else { panel };
         let tiles = Tiles {
             geometry,
-            direction,
+            sources: c,
+            of_phase,
             first,
             registers,
             workers: 1,
@@ -121,13 +110,36 @@ impl<F: Filter, T: Number> Tiles<F, T> {
         .max(1)
     }
 
+    /// Panels of all phases.
     fn panels(&self) -> usize {
+        self.geometry.targets() * self.panels_of_phase()
+    }
+
+    fn panels_of_phase(&self) -> usize {
         self.geometry.outputs.div_ceil(self.width)
+    }
+
+    /// The phase that a panel belongs to, and its number among those of this phase.
+    pub(super) fn target_of(&self, panel: usize) -> (usize, usize) {
+        (panel / self.panels_of_phase(), panel % self.panels_of_phase())
+    }
+
+    /// The channels that a panel's products of a point are sums over; none if they are zero.
+    pub(super) fn channels_of(&self, point: usize, panel: usize) -> Range<usize> {
+        if self.geometry.phases() == 1 {
+            return 0..self.sources;
+        }
+        let phases = self.geometry.phases_of(point);
+        match self.geometry.turned {
+            true if phases.contains(&self.target_of(panel).0) => 0..self.sources,
+            true => 0..0,
+            false => phases.start * self.of_phase..phases.end * self.of_phase,
+        }
     }
 
     /// Parts of the channels.
     fn slices(&self) -> usize {
-        self.geometry.channels.div_ceil(self.depth)
+        self.sources.div_ceil(self.depth)
     }
 
     /// Floats between two points of a panel's filters.
@@ -200,7 +212,7 @@ impl<F: Filter, T: Number> Tiles<F, T> {
         workspace: &mut [f32],
     ) {
         let Geometry { channels, outputs, .. } = self.geometry;
-        let work = self.geometry.tiles() * self.geometry.points() * channels * outputs;
+        let work = self.geometry.tiles() * self.geometry.products() * channels * outputs;
         let [first_len, worker_len] = self.parts();
         let [filters_len, inputs_len, _] = self.lens();
         let (zeros, rest) = workspace.split_at_mut(self.zeros_len());
@@ -222,7 +234,7 @@ impl<F: Filter, T: Number> Tiles<F, T> {
                         call.transform_inputs(tiles.clone(), tiles.start, Shared::new(inputs));
                         let mut ahead = call.ahead(&tiles);
                         for (panel, filters) in first.chunks(filters_len).enumerate() {
-                            call.multiply([inputs, filters], products, (tiles.len(), 0), &mut ahead);
+                            call.multiply([inputs, filters], products, [tiles.len(), 0, panel], &mut ahead);
                             call.transform_outputs(products, tiles.clone(), panel);
                         }
                     }
@@ -242,7 +254,7 @@ impl<F: Filter, T: Number> Tiles<F, T> {
                     let (filters, products) = scratch.split_at_mut(filters_len);
                     for (slice, inputs) in first.chunks(inputs_len).enumerate() {
                         call.transform_filters([panel, slice], filters);
-                        let count = (tiles.len(), slice);
+                        let count = [tiles.len(), slice, panel];
                         call.multiply([inputs, filters], products, count, &mut Ahead::nothing());
                     }
                     call.transform_outputs(products, tiles.clone(), panel);
@@ -265,14 +277,16 @@ pub(super) struct Call<'a, F, T> {
 impl<F: Filter, T: Number> Call<'_, F, T> {
     fn transform_filters(&self, [panel, slice]: [usize; 2], to: &mut [f32]) {
         let tiles = self.tiles;
-        let filters = Filters {
-            weight: self.weight,
-            channels: tiles.geometry.channels,
-            outputs: tiles.geometry.outputs,
-            turned: tiles.direction == Direction::BackwardData,
-        };
+        let Geometry { channels, outputs, kernel, turned, .. } = tiles.geometry;
+        let filters = Filters { weight: self.weight, channels, outputs, len: kernel[0] * kernel[1], turned };
+        let (target, panel) = tiles.target_of(panel);
+        let phases = if turned { target..target + 1 } else { 0..tiles.geometry.phases() };
+        let places: Vec<_> =
+            phases.map(|phase| tiles.geometry.places(&tiles.geometry.phase(phase))).collect();
         let transform = TransformFilters {
             filters,
+            places: &places,
+            of_phase: tiles.of_phase,
             outputs: panel * tiles.width..(panel + 1) * tiles.width,
             vectors: tiles.vectors,
             channels: slice * tiles.depth..(slice + 1) * tiles.depth,
@@ -299,16 +313,16 @@ impl<F: Filter, T: Number> Call<'_, F, T> {
         Ahead::of(parts, geometry.points() * pairs * groups)
     }
 
-    /// Multiplies `count` tiles.
+    /// Multiplies `count` tiles by one slice of channels of a panel.
     fn multiply(
         &self,
         [inputs, filters]: [&[f32]; 2],
         products: &mut [f32],
-        (count, slice): (usize, usize),
+        [count, slice, panel]: [usize; 3],
         ahead: &mut Ahead<2>,
     ) {
         let tiles = self.tiles;
-        simd::run(self.cpu.isa(), Multiply { tiles, inputs, filters, products, count, slice, ahead });
+        simd::run(self.cpu.isa(), Multiply { tiles, inputs, filters, products, count, slice, panel, ahead });
     }
 
     fn transform_outputs(&self, products: &[f32], tiles: Range<usize>, panel: usize) {

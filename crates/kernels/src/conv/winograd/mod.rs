@@ -1,14 +1,21 @@
-//! Winograd convolution of 3 x 3 kernels with stride 1: F(2x2,3x3), F(4x4,3x3) and F(6x6,3x3), channels-last.
+//! Winograd convolution, channels-last: F(2x2,3x3), F(4x4,3x3) and F(6x6,3x3) of 3 x 3 kernels, F(4x4,2x2) of 2 x 2 kernels; and of kernels
+//! with a stride of 2, whose even and odd taps are a filter each.
 //!
 //! ```text
 //! U = G g Gᵀ           each filter, once a call
-//! V = Bᵀ d B           each input tile, m + 2 wide, m apart
-//! M[xi] = V[xi] U[xi]  (m + 2)² small matrix products over the channels
+//! V = Bᵀ d B           each input tile, m + r - 1 wide, m apart
+//! M[xi] = V[xi] U[xi]  (m + r - 1)² small matrix products over the channels
 //! y = Aᵀ M A           each output tile, m wide
 //! ```
-//! F(2x2) does 2.25, F(4x4) 4 and F(6x6) 5.06 times fewer multiplications than direct convolution. Backward-data is forward
+//! F(2x2,3x3) does 2.25, F(4x4,3x3) 4 and F(6x6,3x3) 5.06 times fewer multiplications than direct convolution. Backward-data is forward
 //! with the filters turned by 180 degrees and input and output channels exchanged; backward-weights transforms both its
 //! inputs and sums over the tiles: `dW = Gᵀ [sum of (A dY Aᵀ) ⊙ (Bᵀ d B)] G`.
+//!
+//! With a stride of 2, even taps read other pixels than odd ones. So each dimension is the sum of two convolutions without a stride, of
+//! every second pixel with every second tap; two dimensions have four ([`Geometry`]), which share the output's transform. Of a 3 x 3
+//! kernel, a phase has 2 taps or 1 in a dimension. A filter of 1 tap is one of 2 whose last is zero, and has no product at infinity. So
+//! F(4x4,2x2) does 5 x 5 + 5 x 4 + 4 x 5 + 4 x 4 = 81 instead of 144 multiplications. Of a 5 x 5 kernel, F(4x4,3x3) does 121 instead of
+//! 400.
 //!
 //! Transformed data is multiplied while it is in the L2 cache, in blocks of tiles x outputs whose products fit there
 //! (backward-weights: blocks of outputs x channels whose sums fit there). With many tiles, [`forward`] first transforms all
@@ -27,20 +34,20 @@ mod memory;
 mod transforms;
 mod weights;
 
-use forward::{Direction, Tiles};
+use forward::Tiles;
 use geometry::Geometry;
 use groups::Groups;
 use half::bf16;
 use memory::Number;
 use std::marker::PhantomData;
 use std::sync::Arc;
-pub(super) use transforms::{F2, F4, F6};
+pub(super) use transforms::{F2, F4, F4Of2, F6};
 
 use transforms::Filter;
 use weights::Weights;
 
 use super::plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvPlan, Cost, NotApplicable};
-use super::problem::{ConvAxis, ConvProblem, ConvTypes, Pass};
+use super::problem::{ConvProblem, ConvTypes, Pass};
 use crate::{Cpu, DType, MemoryFormat};
 
 /// Winograd convolution by tiles of `F`.
@@ -99,41 +106,34 @@ fn plan<F: Filter, T: Number>(
     cpu: &Cpu,
 ) -> Result<ConvPlan, NotApplicable> {
     let not = |reason: &str| Err(NotApplicable(reason.into()));
-    let plain = |axis: &ConvAxis| axis.kernel == 3 && axis.stride == 1 && axis.dilation == 1;
     if problem.format != MemoryFormat::ChannelsLast {
         return not("for channels-last only");
     }
-    if !plain(&problem.height) || !plain(&problem.width) {
-        return not("needs a 3x3 kernel, stride 1, no dilation");
-    }
+    let Some(geometry) = Geometry::<F, T>::of(problem, pass == Pass::BackwardData) else {
+        let [plain, least, most] = [F::TAPS, 2 * F::TAPS - 1, 2 * F::TAPS];
+        return not(&format!(
+            "needs a {plain}x{plain} kernel with stride 1, or {least} to {most} taps with stride 2; no dilation"
+        ));
+    };
     let least = problem.group_in_channels().min(problem.group_out_channels());
     if problem.groups > 1 && least < LEAST_OF_GROUP {
         return not("needs 32 channels in a group");
     }
-    let direction = match pass {
-        Pass::Forward => Direction::Forward,
-        Pass::BackwardData if problem.height.pad_before <= 2 && problem.width.pad_before <= 2 => {
-            Direction::BackwardData
-        }
-        Pass::BackwardData => return not("backward-data needs a padding of at most 2"),
-        Pass::BackwardWeights => Direction::Forward,
-    };
     let (workspace, kernel): (_, Arc<dyn ConvKernel>) = if pass == Pass::BackwardWeights {
-        let weights = Groups::new(problem, cpu, |cpu| Weights::<F, T>::new(problem, cpu));
+        let weights = Groups::new(problem, cpu, |cpu| Weights::<F, T>::new(geometry, cpu));
         (weights.workspace_len(), Arc::new(weights))
     } else {
-        let tiles = Groups::new(problem, cpu, |cpu| Tiles::<F, T>::new(problem, direction, cpu));
+        let tiles = Groups::new(problem, cpu, |cpu| Tiles::<F, T>::new(geometry, cpu));
         (tiles.workspace_len(), Arc::new(tiles))
     };
-    let geometry = direction.geometry::<F, T>(problem);
     let plan = ConvPlan::new(algorithm, (problem, pass), cpu, workspace, kernel);
-    Ok(plan.with_cost(cost(&geometry, problem, cpu)).with_operations(products(&geometry)))
+    Ok(plan.with_cost(cost(&geometry, problem, cpu)).with_operations(operations(&geometry)))
 }
 
 /// Operations of the products of transformed tiles and filters.
-fn products<F: Filter, T: Number>(geometry: &Geometry<F, T>) -> f64 {
+fn operations<F: Filter, T: Number>(geometry: &Geometry<F, T>) -> f64 {
     let Geometry { groups, channels, outputs, .. } = *geometry;
-    let counts = [groups, geometry.points(), geometry.tiles(), channels, outputs];
+    let counts = [groups, geometry.products(), geometry.tiles(), channels, outputs];
     2.0 * counts.map(|count| count as f64).iter().product::<f64>()
 }
 
@@ -148,9 +148,12 @@ fn cost<F: Filter, T: Number>(geometry: &Geometry<F, T>, problem: &ConvProblem, 
             (geometry.channels.next_multiple_of(lanes), geometry.outputs.next_multiple_of(pair))
         }
     };
-    let [groups, tiles, points, c, k] =
-        [geometry.groups, geometry.tiles(), geometry.points(), c, k].map(|count| count as f64);
-    let flops = groups * (2.0 * points * tiles * c * k + 20.0 * points * (tiles * (c + k) + c * k));
-    let filters = 8.0 * groups * points * c * k;
+    let (sources, targets) = (geometry.sources() * c, geometry.targets() * k);
+    let counts =
+        [geometry.groups, geometry.tiles(), geometry.points(), geometry.products(), c, k, sources + targets];
+    let [groups, tiles, points, products, c, k, transformed] = counts.map(|count| count as f64);
+    let filters = products * c * k;
+    let flops = groups * (2.0 * tiles * filters + 20.0 * (points * tiles * transformed + filters));
+    let filters = 8.0 * groups * filters;
     Cost { flops, ..Cost::direct(problem, 0.7) }.moving(filters as usize)
 }

@@ -1,4 +1,4 @@
-//! The one-dimensional transforms of F(2,3), F(4,3) and F(6,3), on vectors of channels.
+//! The one-dimensional transforms of F(2,3), F(4,3), F(6,3) and F(4,2), on vectors of channels.
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -6,15 +6,14 @@ use std::mem::MaybeUninit;
 use pulp::Simd;
 
 use crate::conv::plan::Accuracy;
-use crate::simd;
 
 /// Most outputs of a tile in one dimension.
-const OUTPUTS: usize = 6;
+pub(super) const OUTPUTS: usize = 6;
 /// Most points of a transform.
 pub(super) const POINTS: usize = OUTPUTS + 2;
 
-/// The minimal filtering algorithm F(2n, 3) with the points 0, ±a₁, ..., ±aₙ and infinity: 2n outputs of a 3-tap
-/// filter from 2n + 2 products, in this order of the points.
+/// The minimal filtering algorithm F(m, r): m outputs of a filter of r taps from m + r - 1 products. Each product belongs to a point:
+/// 0, which a filter may lack, ±a₁, ..., ±aₙ, and infinity, in this order.
 pub(super) trait Filter: Copy + Send + Sync + 'static {
     /// Name of the algorithm.
     const NAME: &'static str;
@@ -22,16 +21,22 @@ pub(super) trait Filter: Copy + Send + Sync + 'static {
     const REVISION: u32;
     /// The algorithm's class of accuracy.
     const ACCURACY: Accuracy = Accuracy::Standard;
+    /// r.
+    const TAPS: usize = 3;
+    /// Whether 0 is a point.
+    const ZERO: bool = true;
     /// n.
     const PAIRS: usize;
     /// a₁, ..., aₙ.
     const PAIR: [f64; 3];
-    /// Outputs in one dimension.
-    const OUTPUTS: usize = 2 * Self::PAIRS;
+    /// The place of a₁ among the points.
+    const FIRST: usize = Self::ZERO as usize;
     /// Products in one dimension.
-    const INPUTS: usize = Self::OUTPUTS + 2;
+    const INPUTS: usize = Self::FIRST + 2 * Self::PAIRS + 1;
+    /// m: outputs in one dimension.
+    const OUTPUTS: usize = Self::INPUTS + 1 - Self::TAPS;
     /// The factors that the transforms use.
-    const TABLE: Table = Table::new(Self::PAIR, Self::PAIRS);
+    const TABLE: Table = Table::new(Self::PAIR, Self::PAIRS, Self::ZERO);
 }
 
 /// F(2,3).
@@ -43,6 +48,9 @@ pub(in crate::conv) struct F4;
 /// F(6,3).
 #[derive(Clone, Copy)]
 pub(in crate::conv) struct F6;
+/// F(4,2). It loses half as much to rounding as F(4,3).
+#[derive(Clone, Copy)]
+pub(in crate::conv) struct F4Of2;
 
 impl Filter for F2 {
     const NAME: &'static str = "winograd-2x2";
@@ -66,10 +74,19 @@ impl Filter for F6 {
     const PAIR: [f64; 3] = [0.5, 1.0, 2.0];
 }
 
+impl Filter for F4Of2 {
+    const NAME: &'static str = "winograd-4x4-2x2";
+    const REVISION: u32 = 1;
+    const TAPS: usize = 2;
+    const ZERO: bool = false;
+    const PAIRS: usize = 2;
+    const PAIR: [f64; 3] = [0.5, 1.25, 0.0];
+}
+
 /// A linear map of short columns, applied to every lane. Arrays are as long as the largest needs; the rest is ignored.
 ///
-/// Every polynomial is split into its even and odd part, which the points a and -a share. With N(x) = x (x² - a₁²) ...
-/// the rows of Bᵀ are the coefficients of N(x) / (x - point), those of G the powers of the point over N'(point), and
+/// Every polynomial is split into its even and odd part, which the points a and -a share. With N(x) = (x² - a₁²) ..., times x if 0 is a
+/// point, the rows of Bᵀ are the coefficients of N(x) / (x - point), those of G the powers of the point over N'(point), and
 /// those of A the powers of the point.
 pub(super) trait Transform {
     /// Length of the column and of its image.
@@ -133,32 +150,41 @@ impl<F: Filter> Transform for Input<F> {
 
     #[inline(always)]
     fn apply<S: Simd>(s: S, d: [S::f32s; POINTS]) -> [S::f32s; POINTS] {
-        let n = F::PAIRS;
+        let (n, first) = (F::PAIRS, F::FIRST);
         let mut t = [s.splat_f32s(0.0); POINTS];
-        t[0] = polynomial(s, &F::TABLE.zero, n + 1, |k| d[2 * k]);
-        for i in 0..n {
-            let even = polynomial(s, &F::TABLE.others[i], n, |k| d[2 * k + 2]);
-            let odd = polynomial(s, &F::TABLE.others[i], n, |k| d[2 * k + 1]);
-            [t[2 * i + 1], t[2 * i + 2]] = plus_and_minus(s, F::PAIR[i] as f32, odd, even);
+        if F::ZERO {
+            t[0] = polynomial(s, &F::TABLE.zero, n + 1, |k| d[2 * k]);
         }
-        t[2 * n + 1] = polynomial(s, &F::TABLE.infinity, n + 1, |k| d[2 * k + 1]);
+        for i in 0..n {
+            let even = polynomial(s, &F::TABLE.others[i], n, |k| d[2 * k + first + 1]);
+            let odd = polynomial(s, &F::TABLE.others[i], n, |k| d[2 * k + first]);
+            [t[2 * i + first], t[2 * i + first + 1]] = plus_and_minus(s, F::PAIR[i] as f32, odd, even);
+        }
+        t[F::INPUTS - 1] = polynomial(s, &F::TABLE.infinity, n + 1, |k| d[2 * k + first]);
         t
     }
 }
 
 impl<F: Filter> Transform for Taps<F> {
-    const SIDES: [usize; 2] = [3, F::INPUTS];
+    const SIDES: [usize; 2] = [F::TAPS, F::INPUTS];
 
     #[inline(always)]
     fn apply<S: Simd>(s: S, g: [S::f32s; POINTS]) -> [S::f32s; POINTS] {
         let mut t = [s.splat_f32s(0.0); POINTS];
-        t[0] = g[0];
+        if F::ZERO {
+            t[0] = g[0];
+        }
         for i in 0..F::PAIRS {
             let [g0, g1, g2] = F::TABLE.taps[i];
             let even = s.mul_add_f32s(s.splat_f32s(g2), g[2], s.mul_f32s(s.splat_f32s(g0), g[0]));
-            [t[2 * i + 1], t[2 * i + 2]] = plus_and_minus(s, g1, g[1], even);
+            let pair = match F::ZERO {
+                true => plus_and_minus(s, g1, g[1], even),
+                // N' is odd: the factors of -a have the other sign.
+                false => plus_and_minus(s, 1.0, even, s.mul_f32s(s.splat_f32s(g1), g[1])),
+            };
+            [t[2 * i + F::FIRST], t[2 * i + F::FIRST + 1]] = pair;
         }
-        t[F::INPUTS - 1] = g[2];
+        t[F::INPUTS - 1] = g[F::TAPS - 1];
         t
     }
 }
@@ -170,14 +196,16 @@ impl<F: Filter> Transform for Output<F> {
     fn apply<S: Simd>(s: S, m: [S::f32s; POINTS]) -> [S::f32s; POINTS] {
         let mut y = [s.splat_f32s(0.0); POINTS];
         for i in 0..F::PAIRS {
-            let sum = s.add_f32s(m[2 * i + 1], m[2 * i + 2]);
-            let difference = s.sub_f32s(m[2 * i + 1], m[2 * i + 2]);
+            let sum = s.add_f32s(m[2 * i + F::FIRST], m[2 * i + F::FIRST + 1]);
+            let difference = s.sub_f32s(m[2 * i + F::FIRST], m[2 * i + F::FIRST + 1]);
             for j in 0..F::OUTPUTS {
                 let term = if j % 2 == 0 { sum } else { difference };
                 y[j] = s.mul_add_f32s(s.splat_f32s(F::TABLE.powers[i][j]), term, y[j]);
             }
         }
-        y[0] = s.add_f32s(y[0], m[0]);
+        if F::ZERO {
+            y[0] = s.add_f32s(y[0], m[0]);
+        }
         y[F::OUTPUTS - 1] = s.add_f32s(y[F::OUTPUTS - 1], m[F::INPUTS - 1]);
         y
     }
@@ -188,13 +216,15 @@ impl<F: Filter> Transform for OutputGradient<F> {
 
     #[inline(always)]
     fn apply<S: Simd>(s: S, y: [S::f32s; POINTS]) -> [S::f32s; POINTS] {
-        let n = F::PAIRS;
+        let n = F::OUTPUTS / 2;
         let mut t = [s.splat_f32s(0.0); POINTS];
-        t[0] = y[0];
-        for i in 0..n {
+        if F::ZERO {
+            t[0] = y[0];
+        }
+        for i in 0..F::PAIRS {
             let even = polynomial(s, &F::TABLE.squares[i], n, |k| y[2 * k]);
             let odd = polynomial(s, &F::TABLE.squares[i], n, |k| y[2 * k + 1]);
-            [t[2 * i + 1], t[2 * i + 2]] = plus_and_minus(s, F::PAIR[i] as f32, odd, even);
+            [t[2 * i + F::FIRST], t[2 * i + F::FIRST + 1]] = plus_and_minus(s, F::PAIR[i] as f32, odd, even);
         }
         t[F::INPUTS - 1] = y[F::OUTPUTS - 1];
         t
@@ -202,18 +232,23 @@ impl<F: Filter> Transform for OutputGradient<F> {
 }
 
 impl<F: Filter> Transform for TapsGradient<F> {
-    const SIDES: [usize; 2] = [F::INPUTS, 3];
+    const SIDES: [usize; 2] = [F::INPUTS, F::TAPS];
 
     #[inline(always)]
     fn apply<S: Simd>(s: S, m: [S::f32s; POINTS]) -> [S::f32s; POINTS] {
         let mut g = [s.splat_f32s(0.0); POINTS];
-        (g[0], g[2]) = (m[0], m[F::INPUTS - 1]);
+        if F::ZERO {
+            g[0] = m[0];
+        }
+        g[F::TAPS - 1] = m[F::INPUTS - 1];
         for i in 0..F::PAIRS {
-            let sum = s.add_f32s(m[2 * i + 1], m[2 * i + 2]);
-            let difference = s.sub_f32s(m[2 * i + 1], m[2 * i + 2]);
-            let factors: [_; 3] = simd::array(|k| s.splat_f32s(F::TABLE.taps[i][k]));
-            for (k, term) in [sum, difference, sum].into_iter().enumerate() {
-                g[k] = s.mul_add_f32s(factors[k], term, g[k]);
+            let sum = s.add_f32s(m[2 * i + F::FIRST], m[2 * i + F::FIRST + 1]);
+            let difference = s.sub_f32s(m[2 * i + F::FIRST], m[2 * i + F::FIRST + 1]);
+            // As in `Taps`, the factors of -a have the other sign if 0 is no point.
+            let [even, odd] = if F::ZERO { [sum, difference] } else { [difference, sum] };
+            for k in 0..F::TAPS {
+                let term = if k % 2 == 0 { even } else { odd };
+                g[k] = s.mul_add_f32s(s.splat_f32s(F::TABLE.taps[i][k]), term, g[k]);
             }
         }
         g
@@ -253,7 +288,7 @@ pub(super) struct Table {
 }
 
 impl Table {
-    const fn new(pair: [f64; 3], pairs: usize) -> Table {
+    const fn new(pair: [f64; 3], pairs: usize, with_zero: bool) -> Table {
         let mut table = Table {
             zero: [0.0; 4],
             infinity: [0.0; 4],
@@ -281,8 +316,8 @@ impl Table {
                 power *= a * a;
                 k += 1;
             }
-            // N'(a) = 2 a² (product of a² - b² of the other pairs).
-            let scale = 1.0 / (2.0 * a * a * value);
+            // N'(a) = 2 a (product of a² - b² of the other pairs), times a if 0 is a point.
+            let scale = 1.0 / (2.0 * a * if with_zero { a } else { 1.0 } * value);
             table.taps[i] = [scale as f32, (scale * a) as f32, (scale * a * a) as f32];
             (power, k) = (1.0, 0);
             while k < OUTPUTS {

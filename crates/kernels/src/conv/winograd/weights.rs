@@ -5,22 +5,25 @@ use std::ops::Range;
 use pulp::{Simd, WithSimd};
 
 use super::block::{add_to, rows, vectors};
+use super::filters::TAPS;
 use super::geometry::{Geometry, SKEW};
 use super::groups::GroupKernel;
 use super::memory::{Grid, LANES, Number, store};
 use super::transforms::{Filter, TapsGradient, Transform, column_of};
 use crate::Cpu;
-use crate::conv::problem::ConvProblem;
 use crate::shared::Shared;
 use crate::simd::{self, registers};
 use crate::stream::Ahead;
 
-/// The weight gradient of a 3x3 problem by tiles of `F`.
+/// The gradient of a problem's filters by tiles of `F`.
 ///
 /// A chunk of tiles of both images is transformed; then blocks of outputs x channels sum the products of its tiles.
 #[derive(Clone, Copy)]
 pub(super) struct Weights<F, T> {
     geometry: Geometry<F, T>,
+    /// Channels of all phases, and of one of them, whole pairs if there are several.
+    channels: usize,
+    of_phase: usize,
     /// Groups of threads with their own chunks and sums.
     teams: usize,
     /// Threads of a team, which share its chunk and split the blocks.
@@ -34,26 +37,29 @@ pub(super) struct Weights<F, T> {
 }
 
 impl<F: Filter, T: Number> Weights<F, T> {
-    pub(super) fn new(problem: &ConvProblem, cpu: &Cpu) -> Self {
-        let geometry = Geometry::of(problem);
+    pub(super) fn new(geometry: Geometry<F, T>, cpu: &Cpu) -> Self {
         let lanes = cpu.isa().lanes();
-        let (c, k, tiles) = (geometry.channels, geometry.outputs, geometry.tiles());
+        let vectors = vectors(geometry.channels, lanes);
+        let of_phase = match geometry.phases() {
+            1 => geometry.channels,
+            _ => geometry.channels.next_multiple_of(vectors * lanes),
+        };
+        let (c, k, tiles) = (geometry.phases() * of_phase, geometry.outputs, geometry.tiles());
         // Each thread has its own chunks, which stay in its cache, while there is room for as many sums.
         let (teams, threads, chunk) = match c * k {
             ..=16384 => (cpu.threads(), 1, 32.min(tiles.div_ceil(cpu.threads()))),
             _ => (1, cpu.threads(), 128),
         };
         let chunk = tiles.div_ceil(tiles.div_ceil(chunk));
-        let vectors = vectors(c, lanes);
         // The sums of a block fit the L2 cache.
         let block = [k.min(64).next_multiple_of(group(lanes)), c.min(64).next_multiple_of(vectors * lanes)];
         let teams = teams.min(tiles.div_ceil(chunk));
-        Weights { geometry, teams, threads, chunk, block, vectors }
+        Weights { geometry, channels: c, of_phase, teams, threads, chunk, block, vectors }
     }
 
     /// Blocks of outputs and of channels.
     fn blocks(&self) -> [usize; 2] {
-        [self.geometry.outputs.div_ceil(self.block[0]), self.geometry.channels.div_ceil(self.block[1])]
+        [self.geometry.outputs.div_ceil(self.block[0]), self.channels.div_ceil(self.block[1])]
     }
 
     /// The first output and the first channel of a block.
@@ -130,7 +136,7 @@ impl<F: Filter, T: Number> Weights<F, T> {
     /// Computes the gradient of the filters of the geometry's group.
     fn run_group(&self, cpu: &Cpu, (x, dy): (&[T], &[T]), output: Shared<'_, f32>, workspace: &mut [f32]) {
         let Geometry { channels, outputs, .. } = self.geometry;
-        let work = self.geometry.tiles() * self.geometry.points() * channels * outputs;
+        let work = self.geometry.tiles() * self.geometry.products() * channels * outputs;
         let (zeros, scratch) = workspace.split_at_mut(self.zeros_len());
         zeros.fill(0.0);
         let zeros = bytemuck::cast_slice(zeros);
@@ -215,7 +221,6 @@ impl<F: Filter, T: Number> Call<'_, F, T> {
     /// What the products of a block fetch meanwhile: its share of the next chunk of both images.
     fn ahead(&self, next: Range<usize>, block: usize) -> Ahead<2> {
         let w = self.weights;
-        let Geometry { channels, outputs, .. } = w.geometry;
         let blocks = w.blocks();
         let part = |image: &[T]| {
             let numbers = w.geometry.numbers_of(image.len(), next.clone());
@@ -224,9 +229,9 @@ impl<F: Filter, T: Number> Call<'_, F, T> {
         };
         let lanes = self.cpu.isa().lanes();
         let first = w.first_of(block);
-        let rows = w.block[0].min(outputs - first[0]).div_ceil(group(lanes)) * group(lanes)
+        let rows = w.block[0].min(w.geometry.outputs - first[0]).div_ceil(group(lanes)) * group(lanes)
             / rows(self.cpu.isa().registers(), w.vectors);
-        let pairs = w.block[1].min(channels - first[1]).div_ceil(w.vectors * lanes);
+        let pairs = w.block[1].min(w.channels - first[1]).div_ceil(w.vectors * lanes);
         Ahead::of([part(self.x), part(self.dy)], w.geometry.points() * rows * pairs)
     }
 
@@ -245,7 +250,7 @@ struct TransformTiles<'a, F, T> {
     tiles: [usize; 2],
     /// Z[point][output / group][tile][group].
     gradients: Shared<'a, f32>,
-    /// V[point][channel / pair][tile][pair].
+    /// V[point][channel / pair][tile][pair], with the channels of one phase after those of another.
     inputs: Shared<'a, f32>,
 }
 
@@ -254,10 +259,22 @@ impl<F: Filter, T: Number> WithSimd for TransformTiles<'_, F, T> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
+        match self.call.weights.geometry.steps()[0] {
+            1 => self.run::<S, 1>(simd),
+            _ => self.run::<S, 2>(simd),
+        }
+    }
+}
+
+impl<F: Filter, T: Number> TransformTiles<'_, F, T> {
+    #[inline(always)]
+    fn run<S: Simd, const STEP: usize>(self, simd: S) {
         let Call { weights: w, x, dy, zeros, .. } = *self.call;
         let (g, lanes) = (&w.geometry, S::F32_LANES);
         let [gradient_stride, input_stride] = w.strides();
-        for tile in self.tiles[0]..self.tiles[1] {
+        let [first, end] = self.tiles;
+        let tiles = g.each_tile(self.first + first..self.first + end);
+        for (tile, which) in (first..end).zip(tiles) {
             let place = |vector: usize, side: usize| {
                 let per_side = side / lanes;
                 (vector / per_side * w.chunk + tile) * side + vector % per_side * lanes
@@ -266,12 +283,16 @@ impl<F: Filter, T: Number> WithSimd for TransformTiles<'_, F, T> {
             // tasks do not overlap), while nobody reads the chunk.
             unsafe {
                 let (to, stride) = (self.inputs, input_stride);
-                g.transform_input(simd, [x, zeros], self.first + tile, (to, stride), |v| {
-                    place(v, w.vectors * lanes)
-                });
+                for source in 0..g.sources() {
+                    let before = source * w.of_phase / lanes;
+                    let at = (&which, source);
+                    g.transform_input::<S, STEP>(simd, [x, zeros], at, (to, stride), |v| {
+                        place(before + v, w.vectors * lanes)
+                    });
+                }
                 let (to, stride) = (self.gradients, gradient_stride);
                 let side = group(lanes);
-                g.transform_gradient(simd, [dy, zeros], self.first + tile, (to, stride), |v| place(v, side));
+                g.transform_gradient(simd, [dy, zeros], &which, (to, stride), |v| place(v, side));
             }
         }
     }
@@ -315,14 +336,16 @@ impl<F: Filter, T: Number> Add<'_, F, T> {
         let [gradient_stride, input_stride] = w.strides();
         let [outputs, channels] = w.first_of(self.block);
         let groups = w.block[0].min(w.geometry.outputs - outputs).div_ceil(group);
-        let panels = w.block[1].min(w.geometry.channels - channels).div_ceil(width);
+        let panels = w.block[1].min(w.channels - channels).div_ceil(width);
         for point in 0..w.geometry.points() {
+            let phases = w.geometry.phases_of(point);
+            let has = phases.start * w.of_phase..phases.end * w.of_phase;
             let gradients = &self.gradients[point * gradient_stride + outputs * w.chunk..];
             let inputs = &self.inputs[point * input_stride + channels * w.chunk..];
             let sums = &mut self.sums[point * w.sum_stride()..];
             for i in 0..groups {
                 let z = &gradients[i * w.chunk * group..][..self.count * group];
-                for j in 0..panels {
+                for j in (0..panels).filter(|j| has.contains(&(channels + j * width))) {
                     let v = &inputs[j * w.chunk * width..][..self.count * width];
                     let sums = &mut sums[(i * w.block[1] / width + j) * group * width..][..group * width];
                     for (part, sums) in sums.chunks_exact_mut(ROWS * width).enumerate() {
@@ -375,39 +398,46 @@ impl<F: Filter, T: Number> WithSimd for Finish<'_, F, T> {
         let lanes = S::F32_LANES;
         let (group, width) = (group(lanes), w.vectors * lanes);
         let (k, c) = (w.geometry.outputs, w.geometry.channels);
+        let len = w.geometry.kernel.iter().product::<usize>();
         let filters = w.geometry.group * k;
         let first = w.first_of(self.block);
         let points = Grid::of_points(F::INPUTS, w.sum_stride());
         let (one, others) = self.sums.split_first().expect("there is a team");
-        for row in 0..w.block[0].min(k - first[0]) {
-            for column in (0..w.block[1].min(c - first[1])).step_by(lanes) {
+        for column in (0..w.block[1].min(w.channels - first[1])).step_by(lanes) {
+            let phase = w.geometry.phase((first[1] + column) / w.of_phase);
+            let channel = (first[1] + column) % w.of_phase;
+            if channel >= c {
+                continue;
+            }
+            let places = w.geometry.places(&phase);
+            for row in 0..w.block[0].min(k - first[0]) {
                 let panel = row / group * (w.block[1] / width) + column / width;
                 let place = (panel * group + row % group) * width + column % width;
-                let mut taps = [0.0f32; 9 * LANES];
+                let mut taps = [0.0f32; TAPS * LANES];
                 let fits = |team: &[f32]| points.fits::<S>(F::INPUTS, place, team.len());
                 assert!(self.sums.iter().all(|team| fits(team)), "a filter's sums beyond their block");
                 TapsGradient::<F>::square(
                     simd,
                     |j| {
                         column_of(simd, F::INPUTS, |i| {
+                            if i >= phase.points[0] || j >= phase.points[1] {
+                                return simd.splat_f32s(0.0);
+                            }
                             // SAFETY: `fits` has checked that the last point's vector is inside of each team's sums, and no
                             // other point's vector lies behind it; `square` and `column_of` use only points within this side.
                             let sum = |team: &[f32]| unsafe { points.load::<S>(&team[place..], [i, j]) };
                             others.iter().fold(sum(one), |all, other| simd.add_f32s(all, sum(other)))
                         })
                     },
-                    // SAFETY: `square` stores 3 x 3 vectors, of at most LANES: `taps` has room for nine of these.
-                    |r, s, value| unsafe { store::<S>(&mut taps, (3 * r + s) * lanes, value) },
+                    // SAFETY: `square` stores `F::TAPS` squared vectors, of at most LANES: `taps` has room for the most of these.
+                    |r, s, value| unsafe { store::<S>(&mut taps, (F::TAPS * r + s) * lanes, value) },
                 );
-                let channel = first[1] + column;
-                let take = lanes.min(c - channel);
-                // SAFETY: each filter and channel belongs to one block of one group, and each block is finished by one task. So
-                // nobody else writes these filters' taps.
-                let filters =
-                    unsafe { output.part(((filters + first[0] + row) * c + channel) * 9, take * 9) };
-                for (lane, filter) in filters.chunks_exact_mut(9).enumerate() {
-                    for (tap, value) in filter.iter_mut().enumerate() {
-                        *value = taps[tap * lanes + lane];
+                for lane in 0..lanes.min(c - channel) {
+                    let filter = ((filters + first[0] + row) * c + channel + lane) * len;
+                    for &[tap, at] in &places {
+                        // SAFETY: each filter, channel and phase belongs to one block of one group, and each block is finished by
+                        // one task. So nobody else writes this tap.
+                        unsafe { output.part(filter + at, 1)[0] = taps[tap * lanes + lane] };
                     }
                 }
             }
