@@ -88,9 +88,9 @@ pub(super) struct Multiply<'a, F, T> {
     pub(super) products: &'a mut [f32],
     /// Tiles of the block.
     pub(super) count: usize,
-    /// Number of the slice, and of the panel.
     pub(super) slice: usize,
-    pub(super) panel: usize,
+    /// The panel's phase.
+    pub(super) target: usize,
     /// What is fetched meanwhile.
     pub(super) ahead: &'a mut Ahead<2>,
 }
@@ -114,11 +114,11 @@ impl<F: Filter, T: Number> Multiply<'_, F, T> {
         let Tiles { block, depth, width, .. } = *self.tiles;
         let pair = V * S::F32_LANES;
         // The last slice may have fewer channels.
-        let slice = self.slice * depth..((self.slice + 1) * depth).min(self.tiles.sources);
+        let slice = self.slice * depth..((self.slice + 1) * depth).min(self.tiles.channels());
         for point in 0..self.tiles.geometry.points() {
             let products = &mut self.products[point * self.tiles.product_stride()..][..block * width];
-            let all = self.tiles.channels_of(point, self.panel);
-            if all.is_empty() {
+            let all = self.tiles.channels_of(point, self.target);
+            if all.is_empty() && self.slice == 0 {
                 products.fill(0.0);
             }
             let channels = slice.start.max(all.start)..slice.end.min(all.end);

@@ -30,8 +30,7 @@ enum First {
 #[derive(Clone, Copy)]
 pub(super) struct Tiles<F, T> {
     pub(super) geometry: Geometry<F, T>,
-    /// Channels of all phases that are read, and of one of them, whole vectors if there are several.
-    pub(super) sources: usize,
+    /// Channels of a phase that is read, in whole vectors if there are several.
     pub(super) of_phase: usize,
     first: First,
     registers: usize,
@@ -49,10 +48,7 @@ pub(super) struct Tiles<F, T> {
 impl<F: Filter, T: Number> Tiles<F, T> {
     pub(super) fn new(geometry: Geometry<F, T>, cpu: &Cpu) -> Self {
         let (lanes, registers) = (cpu.isa().lanes(), cpu.isa().registers());
-        let of_phase = match geometry.sources() {
-            1 => geometry.channels,
-            _ => geometry.channels.next_multiple_of(lanes),
-        };
+        let of_phase = geometry.channels_of_phase(lanes);
         let (tiles, c) = (geometry.tiles(), geometry.sources() * of_phase);
         let vectors = vectors(geometry.outputs, lanes);
         // With few tiles, the filters are the larger part. They are multiplied right after their transform, while they are in
@@ -70,7 +66,6 @@ impl<F: Filter, T: Number> Tiles<F, T> {
         let panel = if vectors == 1 { geometry.outputs } else { panel };
         let tiles = Tiles {
             geometry,
-            sources: c,
             of_phase,
             first,
             registers,
@@ -124,14 +119,16 @@ impl<F: Filter, T: Number> Tiles<F, T> {
         (panel / self.panels_of_phase(), panel % self.panels_of_phase())
     }
 
-    /// The channels that a panel's products of a point are sums over; none if they are zero.
-    pub(super) fn channels_of(&self, point: usize, panel: usize) -> Range<usize> {
-        if self.geometry.phases() == 1 {
-            return 0..self.sources;
-        }
+    /// Channels of all phases that are read.
+    pub(super) fn channels(&self) -> usize {
+        self.geometry.sources() * self.of_phase
+    }
+
+    /// The channels that the products of a point are sums over, for the panels of a phase; none if they are zero.
+    pub(super) fn channels_of(&self, point: usize, target: usize) -> Range<usize> {
         let phases = self.geometry.phases_of(point);
         match self.geometry.turned {
-            true if phases.contains(&self.target_of(panel).0) => 0..self.sources,
+            true if phases.contains(&target) => 0..self.channels(),
             true => 0..0,
             false => phases.start * self.of_phase..phases.end * self.of_phase,
         }
@@ -139,7 +136,7 @@ impl<F: Filter, T: Number> Tiles<F, T> {
 
     /// Parts of the channels.
     fn slices(&self) -> usize {
-        self.sources.div_ceil(self.depth)
+        self.channels().div_ceil(self.depth)
     }
 
     /// Floats between two points of a panel's filters.
@@ -211,8 +208,7 @@ impl<F: Filter, T: Number> Tiles<F, T> {
         output: Shared<'_, T>,
         workspace: &mut [f32],
     ) {
-        let Geometry { channels, outputs, .. } = self.geometry;
-        let work = self.geometry.tiles() * self.geometry.products() * channels * outputs;
+        let work = self.geometry.work();
         let [first_len, worker_len] = self.parts();
         let [filters_len, inputs_len, _] = self.lens();
         let (zeros, rest) = workspace.split_at_mut(self.zeros_len());
@@ -322,7 +318,8 @@ impl<F: Filter, T: Number> Call<'_, F, T> {
         ahead: &mut Ahead<2>,
     ) {
         let tiles = self.tiles;
-        simd::run(self.cpu.isa(), Multiply { tiles, inputs, filters, products, count, slice, panel, ahead });
+        let (target, _) = tiles.target_of(panel);
+        simd::run(self.cpu.isa(), Multiply { tiles, inputs, filters, products, count, slice, target, ahead });
     }
 
     fn transform_outputs(&self, products: &[f32], tiles: Range<usize>, panel: usize) {

@@ -159,6 +159,16 @@ impl<F: Filter, T: Number> Geometry<F, T> {
         first..first + 1 + phases.count()
     }
 
+    /// Channels of each phase that is read, as they lie in memory: whole units, such as vectors, if there are several phases.
+    pub(super) fn channels_of_phase(&self, unit: usize) -> usize {
+        if self.sources() == 1 { self.channels } else { self.channels.next_multiple_of(unit) }
+    }
+
+    /// Multiplications of a group.
+    pub(super) fn work(&self) -> usize {
+        self.tiles() * self.products() * self.channels * self.outputs
+    }
+
     /// The phases of the images that are read: one if this is backward-data.
     #[inline(always)]
     pub(super) fn sources(&self) -> usize {

@@ -21,8 +21,7 @@ use crate::stream::Ahead;
 #[derive(Clone, Copy)]
 pub(super) struct Weights<F, T> {
     geometry: Geometry<F, T>,
-    /// Channels of all phases, and of one of them, whole pairs if there are several.
-    channels: usize,
+    /// Channels of a phase, in whole pairs if there are several.
     of_phase: usize,
     /// Groups of threads with their own chunks and sums.
     teams: usize,
@@ -40,11 +39,8 @@ impl<F: Filter, T: Number> Weights<F, T> {
     pub(super) fn new(geometry: Geometry<F, T>, cpu: &Cpu) -> Self {
         let lanes = cpu.isa().lanes();
         let vectors = vectors(geometry.channels, lanes);
-        let of_phase = match geometry.phases() {
-            1 => geometry.channels,
-            _ => geometry.channels.next_multiple_of(vectors * lanes),
-        };
-        let (c, k, tiles) = (geometry.phases() * of_phase, geometry.outputs, geometry.tiles());
+        let of_phase = geometry.channels_of_phase(vectors * lanes);
+        let (c, k, tiles) = (geometry.sources() * of_phase, geometry.outputs, geometry.tiles());
         // Each thread has its own chunks, which stay in its cache, while there is room for as many sums.
         let (teams, threads, chunk) = match c * k {
             ..=16384 => (cpu.threads(), 1, 32.min(tiles.div_ceil(cpu.threads()))),
@@ -54,12 +50,17 @@ impl<F: Filter, T: Number> Weights<F, T> {
         // The sums of a block fit the L2 cache.
         let block = [k.min(64).next_multiple_of(group(lanes)), c.min(64).next_multiple_of(vectors * lanes)];
         let teams = teams.min(tiles.div_ceil(chunk));
-        Weights { geometry, channels: c, of_phase, teams, threads, chunk, block, vectors }
+        Weights { geometry, of_phase, teams, threads, chunk, block, vectors }
+    }
+
+    /// Channels of all phases.
+    fn channels(&self) -> usize {
+        self.geometry.sources() * self.of_phase
     }
 
     /// Blocks of outputs and of channels.
     fn blocks(&self) -> [usize; 2] {
-        [self.geometry.outputs.div_ceil(self.block[0]), self.channels.div_ceil(self.block[1])]
+        [self.geometry.outputs.div_ceil(self.block[0]), self.channels().div_ceil(self.block[1])]
     }
 
     /// The first output and the first channel of a block.
@@ -135,8 +136,7 @@ impl<F: Filter, T: Number> GroupKernel for Weights<F, T> {
 impl<F: Filter, T: Number> Weights<F, T> {
     /// Computes the gradient of the filters of the geometry's group.
     fn run_group(&self, cpu: &Cpu, (x, dy): (&[T], &[T]), output: Shared<'_, f32>, workspace: &mut [f32]) {
-        let Geometry { channels, outputs, .. } = self.geometry;
-        let work = self.geometry.tiles() * self.geometry.products() * channels * outputs;
+        let work = self.geometry.work();
         let (zeros, scratch) = workspace.split_at_mut(self.zeros_len());
         zeros.fill(0.0);
         let zeros = bytemuck::cast_slice(zeros);
@@ -231,7 +231,7 @@ impl<F: Filter, T: Number> Call<'_, F, T> {
         let first = w.first_of(block);
         let rows = w.block[0].min(w.geometry.outputs - first[0]).div_ceil(group(lanes)) * group(lanes)
             / rows(self.cpu.isa().registers(), w.vectors);
-        let pairs = w.block[1].min(w.channels - first[1]).div_ceil(w.vectors * lanes);
+        let pairs = w.block[1].min(w.channels() - first[1]).div_ceil(w.vectors * lanes);
         Ahead::of([part(self.x), part(self.dy)], w.geometry.points() * rows * pairs)
     }
 
@@ -274,10 +274,10 @@ impl<F: Filter, T: Number> TransformTiles<'_, F, T> {
         let [gradient_stride, input_stride] = w.strides();
         let [first, end] = self.tiles;
         let tiles = g.each_tile(self.first + first..self.first + end);
-        for (tile, which) in (first..end).zip(tiles) {
+        for (index, tile) in (first..end).zip(tiles) {
             let place = |vector: usize, side: usize| {
                 let per_side = side / lanes;
-                (vector / per_side * w.chunk + tile) * side + vector % per_side * lanes
+                (vector / per_side * w.chunk + index) * side + vector % per_side * lanes
             };
             // SAFETY: `place` differs for each tile of the chunk, and each tile is transformed by one task only (`tiles` of the
             // tasks do not overlap), while nobody reads the chunk.
@@ -285,14 +285,14 @@ impl<F: Filter, T: Number> TransformTiles<'_, F, T> {
                 let (to, stride) = (self.inputs, input_stride);
                 for source in 0..g.sources() {
                     let before = source * w.of_phase / lanes;
-                    let at = (&which, source);
+                    let at = (&tile, source);
                     g.transform_input::<S, STEP>(simd, [x, zeros], at, (to, stride), |v| {
                         place(before + v, w.vectors * lanes)
                     });
                 }
                 let (to, stride) = (self.gradients, gradient_stride);
                 let side = group(lanes);
-                g.transform_gradient(simd, [dy, zeros], &which, (to, stride), |v| place(v, side));
+                g.transform_gradient(simd, [dy, zeros], &tile, (to, stride), |v| place(v, side));
             }
         }
     }
@@ -336,7 +336,7 @@ impl<F: Filter, T: Number> Add<'_, F, T> {
         let [gradient_stride, input_stride] = w.strides();
         let [outputs, channels] = w.first_of(self.block);
         let groups = w.block[0].min(w.geometry.outputs - outputs).div_ceil(group);
-        let panels = w.block[1].min(w.channels - channels).div_ceil(width);
+        let panels = w.block[1].min(w.channels() - channels).div_ceil(width);
         for point in 0..w.geometry.points() {
             let phases = w.geometry.phases_of(point);
             let has = phases.start * w.of_phase..phases.end * w.of_phase;
@@ -403,7 +403,7 @@ impl<F: Filter, T: Number> WithSimd for Finish<'_, F, T> {
         let first = w.first_of(self.block);
         let points = Grid::of_points(F::INPUTS, w.sum_stride());
         let (one, others) = self.sums.split_first().expect("there is a team");
-        for column in (0..w.block[1].min(w.channels - first[1])).step_by(lanes) {
+        for column in (0..w.block[1].min(w.channels() - first[1])).step_by(lanes) {
             let phase = w.geometry.phase((first[1] + column) / w.of_phase);
             let channel = (first[1] + column) % w.of_phase;
             if channel >= c {
