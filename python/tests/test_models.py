@@ -96,8 +96,8 @@ def shaken(model, roundings):
 
 def compare_steps(name, dtype, steps, of_losses, of_gradients, of_state):
     """Training is chaotic: ReLUs and poolings switch where rounding changes an order, and with small images errors grow tenfold in a step. So
-    losses and statistics may also differ by as much as some roundings of the parameters make of them in PyTorch, and gradients in f32 by as
-    much, or as PyTorch's differ from those in f64."""
+    losses, statistics and gradients in f32 may also differ by as much as some roundings of the parameters make of them in PyTorch, and
+    gradients by as much as PyTorch's differ from those in f64."""
     expected, images, targets, loss_of = made(name, dtype)
     _, exact = trained(copy.deepcopy(expected).double(), images.double(), targets, loss_of, 1)
     found, others = torch_convoke.optimize(copy.deepcopy(expected)), [shaken(expected, ROUNDINGS) for _ in range(COPIES)]
@@ -105,14 +105,18 @@ def compare_steps(name, dtype, steps, of_losses, of_gradients, of_state):
     assert list(found.state_dict()) == list(expected.state_dict())
     wanted, wanted_first = trained(expected, images, targets, loss_of, steps)
     once_losses, once_first = trained(once, images, targets, loss_of, steps)
-    shaken_losses = [trained(other, images, targets, loss_of, steps)[0] for other in others]
+    shaken_losses, shaken_first = zip(*[trained(other, images, targets, loss_of, steps) for other in others])
     losses, first = trained(found, images, targets, loss_of, steps)
     assert in_convoke(found) == 1, torch_convoke.report(found)
     errors = ((losses - wanted) / wanted).abs()
     # Switches do not grow with what causes them: what one rounding changes, times a hundred, can be nothing.
     factors = torch.tensor([ROUNDINGS, *[MARGIN] * COPIES], dtype=torch.float64)[:, None]
     chaos = (factors * ((torch.stack([once_losses, *shaken_losses]) - wanted) / wanted).abs()).amax(0).cummax(0).values
-    noise = max(3 * apart(wanted_first, exact), ROUNDINGS * apart(once_first, wanted_first))
+    noise = max(
+        3 * apart(wanted_first, exact),
+        ROUNDINGS * apart(once_first, wanted_first),
+        *[apart(other, wanted_first) for other in shaken_first],
+    )
     gradients, bound = apart(first, exact), max(of_gradients, noise if dtype is torch.float32 else 0.0)
     print(f"{name} in {dtype}: losses {errors.max():.1e} of {chaos.max():.1e}, gradients of the first step {gradients:.1e} of {bound:.1e}")
     assert gradients <= bound and errors[0] <= of_losses
