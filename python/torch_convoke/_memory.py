@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import re
 import weakref
-from typing import Any, Iterable, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -34,6 +36,22 @@ def parse_size(size: int | str) -> int:
 
 def megabytes(count: int) -> str:
     return f"{count / 1e6:.1f} MB"
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """Only glibc has it."""
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):
+        return None
+
+
+def give_back() -> None:
+    """Gives freed memory back to the system: steps in PyTorch leave a lot of it to malloc, which convoke does not take it from."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
 
 
 _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

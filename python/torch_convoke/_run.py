@@ -22,6 +22,8 @@ log = logging.getLogger("torch_convoke")
 
 #: How many sizes of the inputs a subgraph keeps what it has built for.
 SIZES = 16
+#: After so many calls, what PyTorch needed for the steps before has been freed.
+SETTLED = 3
 
 
 def usable(tensor: torch.Tensor) -> torch.Tensor:
@@ -498,6 +500,8 @@ class Subgraph(torch.nn.Module):
     def _turn(self, specialization: Specialization, trains: bool) -> tuple[str, Timer | None]:
         """Who runs this call, and what takes its time."""
         specialization.calls += 1
+        if specialization.calls == SETTLED:
+            _memory.give_back()
         # With hooks on saved tensors, as in checkpointing, it may run again, and must do so where it ran before.
         if not self.measures or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return _verdict.CONVOKE, None
@@ -511,6 +515,7 @@ class Subgraph(torch.nn.Module):
         if turns.is_new:
             turns.is_new = False
             _verdict.remember(specialization, trains, turns.verdict)
+            _memory.give_back()
             log.info("%s: %s", self.name, turns.verdict)
         side = turns.next()
         return side, Timer(turns, side) if turns.is_measuring else None
