@@ -116,6 +116,7 @@ NAMES = """
     nn.functional.softmin nn.functional.tanhshrink nn.functional.threshold nn.functional.glu
     nn.functional.dropout nn.functional.dropout2d nn.functional.dropout3d nn.functional.alpha_dropout
     nn.functional.normalize
+    norm linalg.vector_norm addcmul addcdiv
     softmax log_softmax sigmoid tanh exp log sqrt rsqrt abs neg reciprocal erf square clamp clamp_min clamp_max
     add sub rsub mul div true_divide pow maximum minimum __radd__ __rsub__ __rmul__ __rdiv__ __rpow__ __rmatmul__
     float_power addmm baddbmm matmul bmm mm mean sum amax amin cat stack chunk split split_with_sizes tensor_split unbind

@@ -676,14 +676,18 @@ def _square(to, input, *, shape):
     return to.node({"Arithmetic": "Mul"}, [input, input], shape)
 
 
+def _reduce(to: Emitter, kind: str, input: Value, dim: Any, keepdim: Any, dtype: Any, shape: Sequence[int]) -> Value:
+    if dtype is not None:
+        raise Unsupported("it computes in another type")
+    axes = list(range(input.rank)) if dim is None or dim == () or dim == [] else dim
+    axes = list(axes) if isinstance(axes, (tuple, list)) else [axes]
+    op = {"kind": kind, "keep_dims": bool(keepdim), "no_axes_is_identity": False}
+    return to.node({"Reduce": op}, [input, to.integers(axes)], shape)
+
+
 def _reduction(kind: str, *targets: Any, methods: Sequence[str] = ()) -> None:
     def translate(to, input, dim=None, keepdim=False, *, dtype=None, shape):
-        if dtype is not None:
-            raise Unsupported("it computes in another type")
-        axes = list(range(input.rank)) if dim is None or dim == () or dim == [] else dim
-        axes = list(axes) if isinstance(axes, (tuple, list)) else [axes]
-        op = {"kind": kind, "keep_dims": bool(keepdim), "no_axes_is_identity": False}
-        return to.node({"Reduce": op}, [input, to.integers(axes)], shape)
+        return _reduce(to, kind, input, dim, keepdim, dtype, shape)
 
     _operator(*targets, methods=methods)(translate)
 
@@ -692,6 +696,38 @@ _reduction("Mean", torch.mean, methods=["mean"])
 _reduction("Sum", torch.sum, methods=["sum"])
 _reduction("Max", torch.amax, methods=["amax"])
 _reduction("Min", torch.amin, methods=["amin"])
+
+
+@_operator(torch.norm, methods=["norm"])
+def _norm(to, input, p="fro", dim=None, keepdim=False, out=None, dtype=None, *, shape):
+    return _vector_norm(to, input, 2 if p == "fro" or p is None else p, dim, keepdim, dtype=dtype, shape=shape)
+
+
+@_operator(torch.linalg.vector_norm)
+def _vector_norm(to, input, ord=2, dim=None, keepdim=False, *, dtype=None, shape):
+    kind = {1: "L1", 2: "L2"}.get(ord) if isinstance(ord, (int, float)) else None
+    if kind is None:
+        raise Unsupported(f"its order is {ord}")
+    return _reduce(to, kind, input, dim, keepdim, dtype, shape)
+
+
+@_operator(torch.addcmul, methods=["addcmul"])
+def _addcmul(to, input, tensor1, tensor2, *, value=1, shape):
+    return _combined(to, "Mul", input, (tensor1, tensor2), value, shape)
+
+
+@_operator(torch.addcdiv, methods=["addcdiv"])
+def _addcdiv(to, input, tensor1, tensor2, *, value=1, shape):
+    return _combined(to, "Div", input, (tensor1, tensor2), value, shape)
+
+
+def _combined(to: Emitter, name: str, input: Value, pair: tuple[Value, Value], value: Any, shape: Sequence[int]) -> Value:
+    """The input and `value` times a product or quotient."""
+    between = torch.broadcast_shapes(*(one.shape for one in pair))
+    result = to.node({"Arithmetic": name}, list(pair), between)
+    if value != 1:
+        result = to.node({"Arithmetic": "Mul"}, [result, to.number(value)], between)
+    return to.node({"Arithmetic": "Add"}, [input, result], shape)
 
 
 # --- Shapes --------------------------------------------------------------------------------------------------------------------
