@@ -1,7 +1,7 @@
 # What CI runs is in .ci/run. Targets select all packages, as `cargo test` does: with a single one the crates below it would have
 # other features, and the kernels would be built again, which takes minutes.
 
-.PHONY: check test wrapping browser external external-found onnx sweep tensorboard mpi mpi-test mpi-lint python programs programs-quick format lint docs light book deny package smoke copies model fuzz fuzz-check sanitize goldens bench-peers accuracy-peers accuracy-photographs
+.PHONY: check test wrapping browser external external-found onnx sweep tensorboard mpi mpi-test mpi-lint python programs programs-quick format lint docs light book deny package smoke copies model fuzz fuzz-check sanitize goldens bench-peers table accuracy-peers accuracy-photographs
 
 check: format test lint wrapping docs light smoke
 
@@ -176,6 +176,14 @@ bench-peers:
 	$(PYTHON) tools/peers/picture.py target/steps.json docs/images/steps.svg
 	$(PYTHON) tools/peers/batch_norm.py --threads $(THREADS)
 	$(if $(SUITES),$(PYTHON) tools/peers/convolutions.py $(SUITES) --threads $(THREADS))
+
+# The table of what training costs (docs/table.md): some thirty networks through the PyTorch package, which `make python` installs. PYTHON
+# must have torchvision; timm and segmentation_models_pytorch for theirs. Takes two hours, on a machine without other work; started again, it
+# goes on. `make table THREADS=1` adds a second table.
+table:
+	$(PYTHON) python/benchmarks/table.py run target/table-$(THREADS).json --threads $(THREADS)
+	$(PYTHON) python/benchmarks/table.py page $(sort $(wildcard target/table-*.json) target/table-$(THREADS).json) \
+		--markdown docs/table.md --svg docs/images/table.svg --html target/table.html
 
 # Test accuracies of PyTorch and convoke over three seeds; MNIST and CIFAR10 are folders with these data sets. Takes a quarter
 # of an hour.
