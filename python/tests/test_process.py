@@ -56,25 +56,6 @@ def test_threads_follow_pytorch_and_the_machine():
         torch_convoke.optimize(nn.ReLU(), threads=0)
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="the system does not list threads")
-@pytest.mark.skipif(torch.get_num_threads() < 2 or _threads._pause_openmp() is None, reason="PyTorch has no OpenMP threads that rest")
-def test_pytorchs_threads_rest_while_kernels_run():
-    def threads():
-        return len(os.listdir("/proc/self/task"))
-
-    numbers = torch.ones(1 << 20)
-    expected = numbers + 1
-    for _ in range(3):
-        assert torch.equal(numbers + 1, expected)
-        spinning = threads()
-        with _threads.running:
-            assert threads() < spinning
-        # Where none of them runs, and in a thread that never had one, it does nothing.
-        with _threads.running:
-            assert threads() < spinning
-        on_threads([_threads.pause_openmp] * 2)
-
-
 #: Seconds after which a child hangs.
 HANGS = 20
 

@@ -1,14 +1,12 @@
-"""One engine for each number of threads in each process, and its processors while it runs."""
+"""One engine for each number of threads in each process."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import threading
 import weakref
-from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
@@ -67,41 +65,8 @@ def engines() -> list[_engine.Engine]:
     return [engine for table in tables for (process, _), engine in list(table.items()) if process == os.getpid()]
 
 
-#: The OpenMP runtimes that builds of PyTorch come with: GNU's, LLVM's and Intel's.
-_OPENMP = ("libgomp", "libomp", "libiomp5")
-#: Of `omp_pause_resource_all`: what the program set, such as the number of threads, is kept.
-_SOFT = 1
-
-
-@functools.cache
-def _pause_openmp() -> Callable[[int], int] | None:
-    """OpenMP's function that sends its idle threads home, of the runtime that PyTorch uses."""
-    folder = Path(torch.__file__).parent / "lib"
-    try:
-        # The path by which it is loaded, as another would load it twice.
-        mapped = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
-        loaded = sorted((Path(name) for name in mapped), key=lambda path: path.parent != folder)
-    except OSError:
-        loaded = sorted(folder.glob("lib*"))
-    for path in loaded:
-        if path.name.startswith(_OPENMP):
-            try:
-                return ctypes.CDLL(str(path)).omp_pause_resource_all
-            except (OSError, AttributeError):
-                continue
-    return None
-
-
-def pause_openmp() -> None:
-    """Ends the spinning of PyTorch's OpenMP threads. They spin for some milliseconds after an operation, on the processors that convoke's
-    kernels need, and are started again by the next one, which takes 50 microseconds."""
-    pause = _pause_openmp()
-    if pause is not None:
-        pause(_SOFT)
-
-
 class Running:
-    """Holds while kernels run: a fork in another thread waits for their end, as it would copy locks that they hold. PyTorch's threads rest."""
+    """Holds while kernels run: a fork in another thread waits for their end, as it would copy locks that they hold."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.Lock())
@@ -113,7 +78,6 @@ class Running:
             # A fork that is about to happen goes first, but it waits for nobody for long.
             self._changed.wait_for(lambda: not self._forking, timeout=FORK_SECONDS)
             self._running += 1
-        pause_openmp()
 
     def __exit__(self, *error: object) -> None:
         with self._changed:

@@ -92,6 +92,7 @@ impl Graph {
                 (norm.name.clone(), operation, 2 * norm.layer.num_features(), 0)
             }
             Action::Function(function) => (name(node), Op::Pointwise(*function).name().into(), 0, 0),
+            Action::ChannelShuffle(_) => (name(node), "ChannelShuffle".into(), 0, 0),
             Action::Dropout | Action::Node => {
                 let weights: Vec<Vec<usize>> = step.inputs.iter().filter_map(stored).collect();
                 let weight = step.inputs.get(1).and_then(stored).unwrap_or_default();

@@ -1,5 +1,6 @@
 //! Joins steps that can run as one operation: a convolution, its batch norm, an addition, an activation and a max pool become a
-//! block; a batch norm and an activation become one step, and so do a sigmoid and the product with its input.
+//! block; a batch norm and an activation become one step, and so do a sigmoid and the product with its input, and the reshapes and the
+//! transpose that shuffle channels.
 //!
 //! Steps are joined only where nobody else reads what is between them, and the joined step takes the place of the last of them.
 //! So joining changes no value, but for the rounding of that product.
@@ -12,7 +13,7 @@ use convoke_autograd::{DType, Result as TensorResult, Tensor};
 use super::network::{FusibleConv, Layer, Network, Norm};
 use super::ops::{clipped, pads_fit};
 use super::plan::{Plan, PlanOperand, Step};
-use super::{Arithmetic, LeakyRelu, Op};
+use super::{Arithmetic, LeakyRelu, Op, Transpose};
 use crate::modules::{ConvBnMode, ConvLayer, FusedBlock, Layers};
 
 /// What a step runs.
@@ -25,6 +26,8 @@ pub(super) enum Action {
     Dropout,
     /// A function of each element, instead of several nodes.
     Function(Pointwise),
+    /// The channels of this many groups by turns.
+    ChannelShuffle(usize),
     /// A block; the step's inputs are those of the convolution and the residual.
     Block(Box<BlockAction>),
 }
@@ -80,6 +83,7 @@ pub(super) fn fuse(plan: &mut Plan, network: &Network) -> Vec<(usize, Alone)> {
     let mut alone = Vec::new();
     for index in 0..fusion.steps.len() {
         fusion.swish(index);
+        fusion.channel_shuffle(index);
     }
     for index in 0..fusion.steps.len() {
         let Some(step) = &fusion.steps[index] else { continue };
@@ -307,6 +311,38 @@ impl<'a> Fusion<'a> {
         }
         self.readers[x].retain(|&reader| reader != index);
         self.join(&[index, mul], mul, (Action::Function(function), vec![Some(input)]));
+        Some(())
+    }
+
+    /// Joins what splits N x C x ... into N x G x C/G x ..., swaps the two axes, and puts them together again. As one step it keeps the
+    /// memory format of images, which tensors of five dimensions do not have.
+    fn channel_shuffle(&mut self, index: usize) -> Option<()> {
+        let split = self.steps[index].as_ref()?;
+        let (&Op::Reshape(_), input) = (self.op(split), split.inputs.first()?.clone()?) else { return None };
+        let PlanOperand::Slot(x) = input else { return None };
+        let parts = self.output(index)?;
+        let (turn, transpose) = self.only_reader(parts)?;
+        let Op::Transpose(Transpose { order }) = self.op(transpose) else { return None };
+        let turned = self.output(turn)?;
+        let (last, join) = self.only_reader(turned)?;
+        let ([batch, channels, spatial @ ..], [n, groups, each, rest @ ..]) =
+            (&self.shapes[x][..], &self.shapes[parts][..])
+        else {
+            return None;
+        };
+        let swapped: Vec<isize> = [0, 2, 1].into_iter().chain(3..self.shapes[parts].len() as isize).collect();
+        let shuffles = batch == n
+            && spatial == rest
+            && groups * each == *channels
+            && *order == swapped
+            && matches!(self.op(join), Op::Reshape(_))
+            && Self::reads_first(transpose, parts)
+            && Self::reads_first(join, turned)
+            && self.shapes[self.output(last)?] == self.shapes[x];
+        if shuffles {
+            let groups = *groups;
+            self.join(&[index, turn, last], last, (Action::ChannelShuffle(groups), vec![Some(input)]));
+        }
         Some(())
     }
 

@@ -429,6 +429,9 @@ impl Graph {
             Action::Function(function) => {
                 vec![Value::Tensor(ops::pointwise(&input(0)?, *function).map_err(in_node)?)]
             }
+            Action::ChannelShuffle(groups) => {
+                vec![Value::Tensor(ops::channel_shuffle(&input(0)?, *groups).map_err(in_node)?)]
+            }
             Action::Dropout => match &node.layer {
                 Some(Layer::Dropout(dropout)) => {
                     vec![Value::Tensor(dropout.layer.forward(&input(0)?).map_err(in_node)?)]

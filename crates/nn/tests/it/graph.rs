@@ -290,6 +290,62 @@ fn blocks_end_in_activations() {
     }
 }
 
+/// A reshape, a transpose and a reshape, after which somebody may also read what is between them.
+fn split_and_turned(parts: [i64; 5], order: [isize; 5], joined: [i64; 4], read_between: bool) -> Graph {
+    let mut made = Maker::new(&[2, 6, 3, 5]);
+    let mut sizes = |name: &str, sizes: &[i64]| {
+        let values = Array::integers(sizes.iter().copied()).into();
+        made.0.stored.push(Stored { name: name.into(), values, trained: None });
+    };
+    sizes("parts", &parts);
+    sizes("joined", &joined);
+    let reshape = Op::Reshape(Reshape { allow_zero: false });
+    let x = made.bn("x", "bn", 6);
+    let split = made.node(reshape.clone(), &[&x, "parts"], "split");
+    let turned = made.node(Op::Transpose(Transpose { order: order.to_vec() }), &[&split], "turned");
+    let output = made.node(reshape.clone(), &[&turned, "joined"], "together");
+    if !read_between {
+        return made.graph(&output, ConvBnMode::Fused);
+    }
+    let again = made.node(reshape, &[&turned, "joined"], "again");
+    let sum = made.node(Op::Arithmetic(Arithmetic::Add), &[&output, &again], "sum");
+    made.graph(&sum, ConvBnMode::Fused)
+}
+
+#[test]
+fn channels_are_shuffled_in_one_step() {
+    let one = &["BatchNormalization", "ChannelShuffle"][..];
+    let several = &["BatchNormalization", "Reshape", "Transpose", "Reshape"][..];
+    let x = images(&[2, 6, 3, 5]).to_format(MemoryFormat::ChannelsLast).unwrap();
+    for (parts, order, joined, expected) in [
+        ([0, 2, 3, 3, 5], [0, 2, 1, 3, 4], [0, 6, 3, 5], one),
+        ([0, 3, 2, 3, 5], [0, 2, 1, 3, 4], [-1, 6, 3, 5], one),
+        // Other shapes, other orders, other axes.
+        ([0, 2, 3, 3, 5], [0, 2, 1, 3, 4], [0, 6, 5, 3], several),
+        ([0, 2, 3, 3, 5], [0, 2, 1, 4, 3], [0, 6, 3, 5], several),
+        ([1, 4, 3, 3, 5], [0, 2, 1, 3, 4], [0, 12, 3, 5], several),
+        ([0, 6, 3, 1, 5], [0, 2, 1, 3, 4], [0, 6, 3, 5], several),
+    ] {
+        let what = format!("{parts:?} {order:?} {joined:?}");
+        let shuffled = split_and_turned(parts, order, joined, false);
+        let description = shuffled.describe(&[vec![2, 6, 3, 5]]).unwrap();
+        let steps: Vec<&str> = description.steps.iter().map(|step| step.operation.as_str()).collect();
+        assert_eq!(steps, expected, "{what}");
+        // Twice what is read twice, and then nothing is joined.
+        let (output, gradients) = step(&shuffled, &x);
+        let (twice, of_twice) = step(&split_and_turned(parts, order, joined, true), &x);
+        let halves: Vec<f64> = twice.iter().map(|value| value / 2.0).collect();
+        close(&output, &halves, &what);
+        for ((name, gradient), (_, twice)) in gradients.iter().zip(&of_twice) {
+            let factor = if name.contains("running") { 1.0 } else { 2.0 };
+            let doubled: Vec<f64> = gradient.iter().map(|value| factor * value).collect();
+            close(&doubled, twice, &format!("{what}: {name}"));
+        }
+        let kept = shuffled.forward(&x).unwrap();
+        assert!(expected != one || kept.format() == MemoryFormat::ChannelsLast, "{what}");
+    }
+}
+
 #[test]
 fn folding_keeps_the_outputs_of_evaluation() {
     let x = images(&[2, 3, 8, 8]);

@@ -211,12 +211,7 @@ struct OpenMp {
     get_dynamic: unsafe extern "C" fn() -> c_int,
     set_dynamic: unsafe extern "C" fn(c_int),
     get_thread_limit: unsafe extern "C" fn() -> c_int,
-    /// Since OpenMP 5.0: ends the calling thread's team.
-    pause_resource_all: Option<unsafe extern "C" fn(c_int) -> c_int>,
 }
-
-/// Settings are kept by `omp_pause_resource_all`.
-const PAUSE_SOFT: c_int = 1;
 
 impl OpenMp {
     /// Looks the functions up in oneDNN's library; a look-up continues in the libraries that it is linked with.
@@ -230,31 +225,24 @@ impl OpenMp {
                 get_dynamic: symbol(library, "omp_get_dynamic")?,
                 set_dynamic: symbol(library, "omp_set_dynamic")?,
                 get_thread_limit: symbol(library, "omp_get_thread_limit")?,
-                pause_resource_all: symbol(library, "omp_pause_resource_all").ok(),
             })
         }
     }
 }
 
-/// The calling thread's OpenMP settings, restored when this value is dropped, and its team, which is ended then: its threads would
-/// spin for milliseconds on the processors that the next kernel needs. Starting them again takes some 50 microseconds.
+/// The calling thread's OpenMP settings, restored when this value is dropped.
 struct Restore<'a> {
     openmp: &'a OpenMp,
-    has_team: bool,
     threads: c_int,
     dynamic: c_int,
 }
 
 impl Drop for Restore<'_> {
     fn drop(&mut self) {
-        // SAFETY: the first two functions set numbers of the calling thread, to values that the same runtime returned before. The
-        // third ends threads that wait for work of the calling thread, and refuses inside of a parallel region, where they have some.
+        // SAFETY: these functions set numbers of the calling thread, to values that the same runtime returned before.
         unsafe {
             (self.openmp.set_num_threads)(self.threads);
             (self.openmp.set_dynamic)(self.dynamic);
-            if let (true, Some(pause)) = (self.has_team, self.openmp.pause_resource_all) {
-                pause(PAUSE_SOFT);
-            }
         }
     }
 }
@@ -396,12 +384,8 @@ impl OneDnn {
         // SAFETY: these functions read and set numbers of the calling thread. `threads` is positive, as thread budgets are, and
         // no more than 1024.
         let _restore = unsafe {
-            let restore = Restore {
-                openmp,
-                has_team: threads > 1,
-                threads: (openmp.get_max_threads)(),
-                dynamic: (openmp.get_dynamic)(),
-            };
+            let restore =
+                Restore { openmp, threads: (openmp.get_max_threads)(), dynamic: (openmp.get_dynamic)() };
             (openmp.set_dynamic)(0);
             (openmp.set_num_threads)(threads as c_int);
             restore
