@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use loom::sync::Arc;
-use loom::sync::atomic::{AtomicUsize, Ordering};
+use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use crate::team::Team;
 use crate::team::sync::LOOKS;
@@ -50,6 +50,21 @@ impl Borrowed {
 fn explore_with(looks: usize, preemptions: usize, model: impl Fn() + Send + Sync + 'static) {
     LOOKS.set(looks);
     explore(preemptions, model);
+}
+
+#[test]
+fn guests_help_like_helpers_until_they_are_sent_home() {
+    explore_with(1, THREE_THREADS, || {
+        let team = Arc::new(Team::new(1, || ()).unwrap());
+        let goes_on = Arc::new(AtomicBool::new(true));
+        let guest = {
+            let (team, goes_on) = (team.clone(), goes_on.clone());
+            loom::thread::spawn(move || team.help_while(&|| goes_on.load(Ordering::Relaxed)))
+        };
+        Borrowed::new().run(&team, 1, 1);
+        goes_on.store(false, Ordering::Relaxed);
+        guest.join().unwrap();
+    });
 }
 
 #[test]

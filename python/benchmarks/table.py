@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The table of what training costs on CPUs: whole steps of some thirty networks in PyTorch's fastest settings and with torch_convoke.
 
-    python benchmarks/table.py run table.json [--threads N] [--rounds N] [--precision f32|bf16|both] [NETWORK ...]
+    python benchmarks/table.py run table.json [NETWORK ...] [--threads N] [--rounds N] [--precision f32|bf16|both]
     python benchmarks/table.py page table.json [MORE.json ...] --markdown docs/table.md --svg docs/images/table.svg [--html table.html]
 
 `run` takes an hour or two, on a machine without other work, and writes what it has after each network: started again, it goes on where

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import torch_convoke
-from conftest import on_threads
+from conftest import in_convoke, on_threads
 from torch_convoke import _engine, _threads
 
 
@@ -54,6 +54,36 @@ def test_threads_follow_pytorch_and_the_machine():
     assert _threads.engine(1).threads == 1
     with pytest.raises(ValueError, match="threads"):
         torch_convoke.optimize(nn.ReLU(), threads=0)
+
+
+@pytest.mark.skipif(torch.get_num_threads() < 2 or not _threads.HELPED, reason="PyTorch has no OpenMP threads that could help")
+def test_pytorchs_threads_help_and_steps_stay_the_same():
+    # Of more than the engine's threads none helps: the engine's own do.
+    threads = torch.get_num_threads()
+    torch.manual_seed(0)
+    layers = torch_convoke.optimize(nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()), threads=threads)
+
+    def step():
+        result = layers(X)
+        return [result, *torch.autograd.grad(result.square().sum(), list(layers.parameters()))]
+
+    try:
+        torch.set_num_threads(threads + 1)
+        alone = step()
+    finally:
+        torch.set_num_threads(threads)
+    helped = step()
+    # TorchDynamo captures for each number of threads.
+    assert in_convoke(layers) == 2
+    assert all(torch.equal(one, other) for one, other in zip(alone, helped, strict=True))
+
+    # Several graphs at once, each in a region of its own or without help, with PyTorch's operations in between.
+    def many():
+        for _ in range(5):
+            numbers = torch.ones(1 << 18).add_(1)
+            assert all(torch.equal(one, other) for one, other in zip(step(), helped, strict=True)) and numbers.sum() == 1 << 19
+
+    on_threads([many] * 3)
 
 
 #: Seconds after which a child hangs.

@@ -6,6 +6,7 @@ import functools
 import os
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,26 @@ _owned: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], _engine.Engine]] = 
 def _available() -> int:
     """Finding this out reads files, and the answer stays."""
     return _engine.available_threads()
+
+
+#: The OpenMP runtimes that builds of PyTorch come with: GNU's, LLVM's and Intel's.
+_OPENMP = ("libgomp", "libomp", "libiomp5")
+
+
+def _use_openmp() -> bool:
+    """Lets PyTorch's OpenMP threads help convoke's, as they would spin on the processors that it needs. Gives whether they will."""
+    folder = Path(torch.__file__).parent / "lib"
+    try:
+        # The path by which it is loaded, as another would load it twice.
+        mapped = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
+        loaded = sorted((Path(name) for name in mapped), key=lambda path: path.parent != folder)
+    except OSError:
+        loaded = sorted(folder.glob("lib*"))
+    return any(_engine.use_openmp(path) for path in loaded if path.name.startswith(_OPENMP))
+
+
+#: Whether PyTorch's OpenMP threads help.
+HELPED = _use_openmp()
 
 
 def check(threads: int | None) -> None:

@@ -147,6 +147,15 @@ impl Cpu {
         self.for_each(work, states, |mut state| taken(&items).for_each(|item| task(&mut state, item)));
     }
 
+    /// Makes the calling thread one of those that this budget's kernels run on, in the place of one of its own, until `goes_on` is false:
+    /// for a thread that another library would let spin meanwhile. With a budget of one thread it returns at once.
+    pub fn help_while(&self, goes_on: &dyn Fn() -> bool) {
+        if let Some(team) = &self.team {
+            crate::gemm::prepare_thread();
+            team.help_while(goes_on);
+        }
+    }
+
     /// Runs `job`, which takes items until none is left, on as many threads as `most` items can use. It is one function for
     /// all kinds of items and tasks, so that the code of each task is compiled once.
     fn run(&self, work: usize, most: usize, job: &(dyn Fn() + Sync)) {
@@ -189,7 +198,7 @@ impl std::fmt::Debug for Cpu {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
     #[test]
     fn every_item_is_taken_once() {
@@ -201,6 +210,33 @@ mod tests {
             });
             assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1));
         }
+    }
+
+    #[test]
+    fn guests_take_items_until_they_are_sent_home() {
+        let cpu = Cpu::new(2).unwrap();
+        let (helps, goes_on) = (AtomicUsize::new(0), AtomicBool::new(true));
+        std::thread::scope(|scope| {
+            let guest = scope.spawn(|| {
+                cpu.help_while(&|| {
+                    helps.store(1, Ordering::Relaxed);
+                    goes_on.load(Ordering::Relaxed)
+                });
+            });
+            while helps.load(Ordering::Relaxed) == 0 {
+                std::thread::yield_now();
+            }
+            let visitor = guest.thread().id();
+            let came = AtomicBool::new(false);
+            // The team's own helper sleeps by now, or soon, and is not woken.
+            while !came.load(Ordering::Relaxed) {
+                cpu.for_each(usize::MAX, 0..64, |_| {
+                    came.fetch_or(std::thread::current().id() == visitor, Ordering::Relaxed);
+                });
+            }
+            goes_on.store(false, Ordering::Relaxed);
+        });
+        Cpu::single().help_while(&|| true);
     }
 
     #[test]

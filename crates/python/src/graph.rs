@@ -18,6 +18,7 @@ use pyo3::prelude::*;
 use crate::dlpack;
 use crate::engine::Engine;
 use crate::error::released;
+use crate::openmp::helped;
 
 /// A subgraph of a PyTorch model, run by convoke.
 #[pyclass(frozen, module = "torch_convoke._engine")]
@@ -183,7 +184,8 @@ impl Graph {
             capsules.iter().map(|capsule| dlpack::borrow(&self.device, capsule)).collect::<PyResult<Vec<_>>>()
         };
         let (inputs, state) = (borrow(&inputs)?, borrow(&state)?);
-        let outcome = released(py, || self.model().forward(inputs, state, &needs))?;
+        let cpu = self.device.compute();
+        let outcome = released(py, || helped(cpu, || self.model().forward(inputs, state, &needs)))?;
         let outputs = outcome.outputs.into_iter().map(|output| dlpack::give(py, output));
         let statistics = outcome.statistics.into_iter();
         let statistics = statistics.map(|(place, values)| Ok((place, dlpack::give(py, values)?)));
@@ -380,9 +382,14 @@ impl Tape {
                 upstream.push((root.clone(), dlpack::borrow(root.device(), gradient)?));
             }
         }
-        let found = released(py, || {
+        let device = upstream.first().map(|(root, _)| root.device().clone());
+        let backward = || {
             let mut found = backward_from(upstream, retain)?;
             leaves.iter().map(|leaf| exported(&mut found, leaf.as_ref())).collect::<Result<Vec<_>, Error>>()
+        };
+        let found = released(py, || match &device {
+            Some(device) => helped(device.compute(), backward),
+            None => backward(),
         })?;
         found
             .into_iter()

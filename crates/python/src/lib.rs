@@ -9,6 +9,7 @@ mod dlpack;
 mod engine;
 mod error;
 mod graph;
+mod openmp;
 mod planner;
 mod tuning;
 
@@ -29,6 +30,8 @@ mod _engine {
     use super::engine::{available_threads, cache_path, version};
     #[pymodule_export]
     use super::graph::{Graph, Tape};
+    #[pymodule_export]
+    use super::openmp::use_openmp;
     #[pymodule_export]
     use super::planner::{Plan, Planner, lighten, step_memory};
     #[pymodule_export]

@@ -41,6 +41,8 @@ struct Shared {
     panic: Mutex<Option<Payload>>,
     /// How many helpers sleep, or are about to sleep.
     sleeping: AtomicUsize,
+    /// How many threads help that are not the team's own.
+    guests: AtomicUsize,
     asleep: Mutex<()>,
     wake: Condvar,
 }
@@ -95,6 +97,7 @@ impl Team {
                 taken: AtomicBool::new(false),
                 panic: Mutex::new(None),
                 sleeping: AtomicUsize::new(0),
+                guests: AtomicUsize::new(0),
                 asleep: Mutex::new(()),
                 wake: Condvar::new(),
             }),
@@ -106,7 +109,7 @@ impl Team {
             Builder::new().name(format!("convoke-{index}")).spawn(move || {
                 drop(started);
                 prepare();
-                shared.help();
+                shared.help(None);
             })?;
         }
         Ok(team)
@@ -139,6 +142,16 @@ impl Team {
 }
 
 impl Team {
+    /// Makes the calling thread a helper until `goes_on` is false. It never sleeps, and for each such guest a job wakes one helper less.
+    pub(crate) fn help_while(&self, goes_on: &dyn Fn() -> bool) {
+        if self.is_forked() {
+            return;
+        }
+        self.shared.guests.fetch_add(1, Ordering::Relaxed);
+        self.shared.help(Some(goes_on));
+        self.shared.guests.fetch_sub(1, Ordering::Relaxed);
+    }
+
     /// Whether this is a copy that a fork made, whose helpers do not exist.
     fn is_forked(&self) -> bool {
         std::process::id() != self.process
@@ -167,7 +180,7 @@ impl Shared {
         self.job.with_mut(|place| unsafe { *place = Some(job) });
         let state = State(self.state.load(Ordering::Relaxed));
         self.state.store(state.next(helpers).0, Ordering::Release);
-        self.wake_up(helpers);
+        self.wake_up(helpers.saturating_sub(self.guests.load(Ordering::Relaxed)));
     }
 
     /// Lets no more helpers in, and waits until those inside have left.
@@ -191,10 +204,10 @@ impl Shared {
         }
     }
 
-    /// The main loop of a helper.
-    fn help(&self) {
+    /// The main loop of a helper, or of a guest while it goes on.
+    fn help(&self, goes_on: Option<&dyn Fn() -> bool>) {
         let mut last = 0;
-        while let Some(number) = self.enter_next(last) {
+        while let Some(number) = self.enter_next(last, goes_on) {
             last = number;
             let _leaves = Leaves(&self.left);
             // SAFETY: this thread has entered. The caller wrote the job before that, and it writes the next one, and ends
@@ -217,8 +230,8 @@ impl Shared {
         surplus.into_iter().for_each(discard);
     }
 
-    /// Enters the next job after number `last`; `None` when the team has ended.
-    fn enter_next(&self, last: u32) -> Option<u32> {
+    /// Enters the next job after number `last`; `None` when the team has ended, or the guest does not go on.
+    fn enter_next(&self, last: u32, goes_on: Option<&dyn Fn() -> bool>) -> Option<u32> {
         let mut pause = Pause::default();
         let mut watch = Watch::default();
         loop {
@@ -236,7 +249,11 @@ impl Shared {
                 continue;
             }
             pause.wait();
-            if watch.is_over() {
+            if let Some(goes_on) = goes_on {
+                if !goes_on() {
+                    return None;
+                }
+            } else if watch.is_over() {
                 self.sleep_until_another(state);
                 watch = Watch::default();
             }

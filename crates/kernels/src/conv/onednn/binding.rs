@@ -211,6 +211,9 @@ struct OpenMp {
     get_dynamic: unsafe extern "C" fn() -> c_int,
     set_dynamic: unsafe extern "C" fn(c_int),
     get_thread_limit: unsafe extern "C" fn() -> c_int,
+    get_level: unsafe extern "C" fn() -> c_int,
+    get_max_active_levels: unsafe extern "C" fn() -> c_int,
+    set_max_active_levels: unsafe extern "C" fn(c_int),
 }
 
 impl OpenMp {
@@ -225,6 +228,9 @@ impl OpenMp {
                 get_dynamic: symbol(library, "omp_get_dynamic")?,
                 set_dynamic: symbol(library, "omp_set_dynamic")?,
                 get_thread_limit: symbol(library, "omp_get_thread_limit")?,
+                get_level: symbol(library, "omp_get_level")?,
+                get_max_active_levels: symbol(library, "omp_get_max_active_levels")?,
+                set_max_active_levels: symbol(library, "omp_set_max_active_levels")?,
             })
         }
     }
@@ -235,6 +241,7 @@ struct Restore<'a> {
     openmp: &'a OpenMp,
     threads: c_int,
     dynamic: c_int,
+    levels: c_int,
 }
 
 impl Drop for Restore<'_> {
@@ -243,6 +250,7 @@ impl Drop for Restore<'_> {
         unsafe {
             (self.openmp.set_num_threads)(self.threads);
             (self.openmp.set_dynamic)(self.dynamic);
+            (self.openmp.set_max_active_levels)(self.levels);
         }
     }
 }
@@ -384,9 +392,15 @@ impl OneDnn {
         // SAFETY: these functions read and set numbers of the calling thread. `threads` is positive, as thread budgets are, and
         // no more than 1024.
         let _restore = unsafe {
-            let restore =
-                Restore { openmp, threads: (openmp.get_max_threads)(), dynamic: (openmp.get_dynamic)() };
+            let restore = Restore {
+                openmp,
+                threads: (openmp.get_max_threads)(),
+                dynamic: (openmp.get_dynamic)(),
+                levels: (openmp.get_max_active_levels)(),
+            };
             (openmp.set_dynamic)(0);
+            // Inside of a parallel region, as where OpenMP's threads help convoke's, all threads of a primitive must start, too.
+            (openmp.set_max_active_levels)(restore.levels.max((openmp.get_level)() + 1));
             (openmp.set_num_threads)(threads as c_int);
             restore
         };
