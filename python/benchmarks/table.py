@@ -24,7 +24,7 @@ from html import escape
 from pathlib import Path
 
 from torch_convoke import benchmark
-from torch_convoke.benchmark import Failure, Mistake, Result, Task
+from torch_convoke.benchmark import Failure, Mistake, Result, Setting, Task
 
 OWN = Path(__file__).resolve().parents[2] / "tools" / "peers" / "models.py"
 #: What kind a network is, its name for readers, and what is trained: residual, plain, dense, mobile, modern, and for each pixel.
@@ -62,7 +62,7 @@ NETWORKS = [
     ("pixels", "fcn_resnet50", Task("fcn_resnet50", 4, (128,))),
     ("pixels", "lraspp_mobilenet_v3_large", Task("lraspp_mobilenet_v3_large", 4, (224,))),
 ]
-OURS = {"f32": "convoke", "bf16": "convoke-bf16"}
+COLUMNS = ["batch", "pixels", "peer", "its step", "convoke", "ratio", "memory, peer", "convoke", "first, peer", "convoke"]
 
 
 def main():
@@ -116,7 +116,7 @@ def run_all(arguments):
         write(arguments.file, json.dumps(table, indent=1) + "\n")
         for precision in precisions:
             peer = result.best_peer(precision)
-            print(f"  {precision}: {result.ratio(OURS[precision], peer):.2f} of {peer}", file=sys.stderr, flush=True)
+            print(f"  {precision}: {result.ratio(ours_in(precision), peer):.2f} of {peer}", file=sys.stderr, flush=True)
 
 
 def make_page(arguments):
@@ -137,7 +137,7 @@ def rows_of(table, precision):
         if name not in table["results"]:
             continue
         result = Result.from_json(table["results"][name])
-        ours = OURS[precision]
+        ours = ours_in(precision)
         peer = result.best_peer(precision)
         if peer is None or ours not in result.settings:
             continue
@@ -151,8 +151,9 @@ def training_bytes(result, name):
     return found["bytes"] - found["idle"]
 
 
-def mean(values):
-    return statistics.geometric_mean(values)
+def ours_in(precision):
+    """The name of convoke's setting."""
+    return Setting("convoke", precision).name
 
 
 def threads_of(table):
@@ -164,7 +165,7 @@ def sentence(table):
     parts = []
     for precision in benchmark.PRECISIONS:
         if rows := rows_of(table, precision):
-            times, memory = mean(row[4] for row in rows), mean(row[5] for row in rows)
+            times, memory = (statistics.geometric_mean(row[place] for row in rows) for place in (4, 5))
             slower = [row[1] for row in rows if row[4] > 1]
             text = f"In {precision}, {len(rows)} networks take {times:.2f} of the time and {memory:.2f} of the memory of PyTorch's fastest setting, in the geometric mean"
             parts.append(f"{text}; {', '.join(slower) + ' took longer' if slower else 'none took longer'}.")
@@ -193,8 +194,7 @@ def markdown(tables, svg):
         parts.append(f"## {table['machine']}, {threads_of(table)}\n\n{sentence(table)}\n")
         for precision in benchmark.PRECISIONS:
             if rows := rows_of(table, precision):
-                head = f"| {precision} | batch | pixels | peer | its step | convoke | ratio | memory, peer | convoke | first, peer | convoke |"
-                lines = [head, "|---|---:|---:|---|" + "---:|" * 7]
+                lines = ["| " + " | ".join([precision, *COLUMNS]) + " |", "|---|---:|---:|---|" + "---:|" * 7]
                 lines += ["| " + " | ".join(cells) + " |" for cells in map(lambda row: cells_of(row, precision), rows)]
                 parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
@@ -202,7 +202,7 @@ def markdown(tables, svg):
 
 def cells_of(row, precision):
     _, name, result, peer, ratio, _ = row
-    ours = OURS[precision]
+    ours = ours_in(precision)
     size = result.model["inputs"][0]
     gigabytes = [f"{training_bytes(result, setting) / 1e9:.2f} GB" for setting in (peer, ours)]
     first = [f"{result.settings[setting]['first']:.1f} s" for setting in (peer, ours)]
@@ -270,8 +270,7 @@ def html(tables):
         parts.append(f"<h2>{escape(table['machine'])}, {threads_of(table)}</h2><p>{escape(sentence(table))}</p>{picture(table)}")
         for precision in benchmark.PRECISIONS:
             if rows := rows_of(table, precision):
-                head = [precision, "batch", "pixels", "peer", "its step", "convoke", "ratio", "memory, peer", "convoke", "first, peer", "convoke"]
-                lines = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
+                lines = ["".join(f"<th>{escape(cell)}</th>" for cell in [precision, *COLUMNS])]
                 lines += ["".join(f"<td>{escape(cell)}</td>" for cell in cells_of(row, precision)) for row in rows]
                 parts.append("<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>")
     return "\n".join(parts) + "\n"

@@ -58,7 +58,7 @@ def test_threads_follow_pytorch_and_the_machine():
 
 @pytest.mark.skipif(torch.get_num_threads() < 2 or not _threads.HELPED, reason="PyTorch has no OpenMP threads that could help")
 def test_pytorchs_threads_help_and_steps_stay_the_same():
-    # Of more than the engine's threads none helps: the engine's own do.
+    # With another number of threads in PyTorch, the engine's own threads do all the work.
     threads = torch.get_num_threads()
     torch.manual_seed(0)
     layers = torch_convoke.optimize(nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()), threads=threads)

@@ -48,7 +48,7 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 def give_back() -> None:
-    """Gives freed memory back to the system: steps in PyTorch leave a lot of it to malloc, which convoke does not take it from."""
+    """Gives freed memory back to the system: malloc holds much of it after steps in PyTorch, and convoke takes no memory from malloc."""
     trim = _malloc_trim()
     if trim is not None:
         trim(0)

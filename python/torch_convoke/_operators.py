@@ -641,6 +641,10 @@ def _operand(to: Emitter, value: Any) -> Value:
     return value if isinstance(value, Value) else to.number(value)
 
 
+def _scaled(to: Emitter, input: Value, factor: Any) -> Value:
+    return input if factor == 1 else to.node({"Arithmetic": "Mul"}, [input, to.number(factor)], input.shape)
+
+
 def _arithmetic(name: str, *targets: Any, methods: Sequence[str] = (), swapped: bool = False) -> None:
     def translate(to, input, other, *, alpha=1, shape, rounding_mode=None):
         if rounding_mode is not None:
@@ -648,9 +652,7 @@ def _arithmetic(name: str, *targets: Any, methods: Sequence[str] = (), swapped: 
         first, second = _operand(to, input), _operand(to, other)
         if swapped:
             first, second = second, first
-        if alpha != 1:
-            second = to.node({"Arithmetic": "Mul"}, [second, to.number(alpha)], second.shape)
-        return to.node({"Arithmetic": name}, [first, second], shape)
+        return to.node({"Arithmetic": name}, [first, _scaled(to, second, alpha)], shape)
 
     _operator(*targets, methods=methods)(translate)
 
@@ -725,9 +727,7 @@ def _combined(to: Emitter, name: str, input: Value, pair: tuple[Value, Value], v
     """The input and `value` times a product or quotient."""
     between = torch.broadcast_shapes(*(one.shape for one in pair))
     result = to.node({"Arithmetic": name}, list(pair), between)
-    if value != 1:
-        result = to.node({"Arithmetic": "Mul"}, [result, to.number(value)], between)
-    return to.node({"Arithmetic": "Add"}, [input, result], shape)
+    return to.node({"Arithmetic": "Add"}, [input, _scaled(to, result, value)], shape)
 
 
 # --- Shapes --------------------------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--data", type=Path, metavar="DIR", help="a folder with cifar-10-binary.tar.gz, cifar-10-batches-bin, or the .bin files")
-    source.add_argument("--random", type=int, metavar="N", help="train on so many images of noise, to time an epoch; there is no test then")
+    source.add_argument("--random", type=int, metavar="N", help="number of images of noise to train on instead, to time an epoch; nothing is tested")
     source.add_argument("--golden", action="store_true", help="print the losses that convoke's test of its example compares with")
     parser.add_argument("--epochs", type=float, default=9.9, metavar="X", help="how many epochs; the last one may be a part (default: 9.9)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="initial values, order and views of the images (default: 0)")
@@ -232,7 +232,7 @@ class Training:
         self.network, self.forward, self.done, self.steps = network, forward, 0, steps
         biases = network.norm_biases()
         others = [p for p in network.parameters() if p.requires_grad and not any(p is bias for bias in biases)]
-        # With a constant gradient, Nesterov's momentum makes steps so many times as long as the gradient's.
+        # Nesterov's momentum lengthens the steps of a constant gradient by the factor in parentheses; 1024 is the batch of the rates above.
         self.scale = 1024 * (1 + 1 / (1 - MOMENTUM))
         groups = [dict(params=params, factor=factor) for params, factor in ((biases, BIAS_FACTOR), (others, 1))]
         self.optimizer = torch.optim.SGD(groups, lr=LEARNING_RATE / self.scale, momentum=MOMENTUM, nesterov=True)

@@ -68,6 +68,12 @@ class Setting:
         """Such as "compiled" or "compiled-bf16"."""
         return self.engine if self.precision == "f32" else f"{self.engine}-{self.precision}"
 
+    @staticmethod
+    def of(name: str) -> Setting:
+        """The setting with a name."""
+        engine, _, precision = name.partition("-")
+        return Setting(engine, precision or "f32")
+
     def __str__(self) -> str:
         return ENGINES[self.engine] + (" in bf16" if self.precision == "bf16" else "")
 
@@ -94,7 +100,7 @@ class Result:
         names = [
             name
             for name, found in self.settings.items()
-            if "error" not in found and not name.startswith("convoke") and precision in (None, precision_of(name))
+            if "error" not in found and not name.startswith("convoke") and precision in (None, Setting.of(name).precision)
         ]
         return min(names, key=self.seconds, default=None)
 
@@ -113,11 +119,6 @@ class Result:
         task = dict(values["task"])
         task["size"] = None if task["size"] is None else tuple(task["size"])
         return Result(**{**values, "task": Task(**task)})
-
-
-def precision_of(name: str) -> str:
-    """The precision of a setting, from its name."""
-    return name.partition("-")[2] or "f32"
 
 
 def measure(

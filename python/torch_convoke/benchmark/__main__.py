@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from . import PRECISIONS, Failure, Mistake, Result, Setting, Task, measure, precision_of
+from . import PRECISIONS, Failure, Mistake, Result, Setting, Task, measure
 
 DESCRIPTION = """\
 Times whole training steps of a model: in eager PyTorch, with torch.compile, and with torch_convoke, on this machine.
@@ -105,7 +105,7 @@ def table(result: Result) -> str:
     ]
     best = result.best_peer()
     for name, found in result.settings.items():
-        label = str(Setting(name.partition("-")[0], precision_of(name)))
+        label = str(Setting.of(name))
         if "error" in found:
             lines.append(f"{label:24} {found['error']}")
             continue
@@ -118,11 +118,10 @@ def table(result: Result) -> str:
 
 def sentence(result: Result, precision: str) -> str:
     """What torch_convoke gives this model here."""
-    peer, ours = result.best_peer(precision), "convoke" if precision == "f32" else f"convoke-{precision}"
+    peer, ours = result.best_peer(precision), Setting("convoke", precision).name
     ratio = result.ratio(ours, peer)
-    words = Setting(peer.partition("-")[0], precision)
     memory = result.settings[ours]["bytes"] / result.settings[peer]["bytes"]
-    times = f"{milliseconds(result.seconds(ours))} a step instead of {milliseconds(result.seconds(peer))} in {words}"
+    times = f"{milliseconds(result.seconds(ours))} a step instead of {milliseconds(result.seconds(peer))} in {Setting.of(peer)}"
     if ratio < 0.95:
         first = f"torch_convoke makes training {1 / ratio:.2f} times as fast here: {times}"
     elif ratio <= 1.05:

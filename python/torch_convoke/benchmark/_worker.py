@@ -151,9 +151,7 @@ class Trainer:
 
     def _set_format(self, name: str) -> None:
         chosen = self.torch.channels_last if name == "channels-last" else self.torch.contiguous_format
-        for module in [self.model, *self.inputs]:
-            if isinstance(module, self.torch.nn.Module):
-                module.to(memory_format=chosen)
+        self.model.to(memory_format=chosen)
         self.inputs = [
             value.contiguous(memory_format=chosen) if isinstance(value, self.torch.Tensor) and value.dim() == 4 else value
             for value in self.inputs

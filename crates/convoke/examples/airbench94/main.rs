@@ -65,7 +65,7 @@ struct Source {
     #[arg(long, value_name = "DIR")]
     data: Option<PathBuf>,
 
-    /// Train on so many images of noise instead, to time an epoch; there is no test then
+    /// Number of images of noise to train on instead, to time an epoch; nothing is tested
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=1_000_000))]
     random: Option<u32>,
 }

@@ -48,7 +48,7 @@ struct Trained {
 }
 
 impl Training {
-    /// A run of so many steps.
+    /// The training of `network`, which ends after `steps` steps.
     pub(crate) fn new(network: Network, steps: usize) -> Result<Training> {
         let biases = network.norm_biases();
         let trained = network.parameters().into_iter().filter(|(_, parameter)| parameter.is_trained());
@@ -76,7 +76,7 @@ impl Training {
         let mean = loss.item()? / labels.len() as f64;
         let mut gradients = loss.backward()?;
         drop(loss);
-        // With a constant gradient, Nesterov's momentum makes steps so many times as long as the gradient's.
+        // Nesterov's momentum lengthens the steps of a constant gradient by the factor in parentheses; 1024 is the batch of the rates above.
         let scale = 1024.0 * (1.0 + 1.0 / (1.0 - MOMENTUM));
         let [done, all] = &mut self.steps;
         let highest = LEARNING_RATE / scale;

@@ -241,7 +241,8 @@ struct Restore<'a> {
     openmp: &'a OpenMp,
     threads: c_int,
     dynamic: c_int,
-    levels: c_int,
+    /// Only where a primitive has several threads.
+    levels: Option<c_int>,
 }
 
 impl Drop for Restore<'_> {
@@ -250,7 +251,9 @@ impl Drop for Restore<'_> {
         unsafe {
             (self.openmp.set_num_threads)(self.threads);
             (self.openmp.set_dynamic)(self.dynamic);
-            (self.openmp.set_max_active_levels)(self.levels);
+            if let Some(levels) = self.levels {
+                (self.openmp.set_max_active_levels)(levels);
+            }
         }
     }
 }
@@ -396,11 +399,13 @@ impl OneDnn {
                 openmp,
                 threads: (openmp.get_max_threads)(),
                 dynamic: (openmp.get_dynamic)(),
-                levels: (openmp.get_max_active_levels)(),
+                levels: (threads > 1).then(|| (openmp.get_max_active_levels)()),
             };
             (openmp.set_dynamic)(0);
             // Inside of a parallel region, as where OpenMP's threads help convoke's, all threads of a primitive must start, too.
-            (openmp.set_max_active_levels)(restore.levels.max((openmp.get_level)() + 1));
+            if let Some(levels) = restore.levels {
+                (openmp.set_max_active_levels)(levels.max((openmp.get_level)() + 1));
+            }
             (openmp.set_num_threads)(threads as c_int);
             restore
         };
