@@ -14,6 +14,9 @@ const SMALL: usize = 256 << 10;
 /// The smallest chunk in bytes, for small and for large allocations. This is address space, which takes no memory until it is
 /// written.
 const CHUNK: [usize; 2] = [4 << 20, 64 << 20];
+/// Bytes of a large page, on the processors that have them. A step passes over hundreds of megabytes, and with pages of 4 KiB the
+/// processor looks up addresses more than once for each kilobyte that it moves.
+const LARGE_PAGE: usize = 2 << 20;
 
 /// The allocator of [`Allocation`]s. Clones share its memory, which lives as long as any clone or allocation.
 #[derive(Clone, Default)]
@@ -148,7 +151,8 @@ impl Chunks {
         // Each new chunk is as large as all earlier chunks of its kind together: a few large chunks have few boundaries,
         // which no hole can cross. If there is not enough address space for that, the chunk gets just `len` bytes.
         let wanted = so_far.max(CHUNK[usize::from(!small)]).max(len);
-        let memory = Memory::zeros(wanted).or_else(|| Memory::zeros(len))?;
+        let aligned = if small { LINE_BYTES } else { LARGE_PAGE };
+        let memory = Memory::zeros(wanted, aligned).or_else(|| Memory::zeros(len, LINE_BYTES))?;
         let chunk = Chunk { memory, small, free: BTreeMap::new(), reached: 0 };
         let vacant = self.all.iter().position(Option::is_none);
         let index = vacant.unwrap_or_else(|| {
@@ -234,7 +238,7 @@ struct Line;
 
 /// Zeros from the operating system, which take no memory until they are written.
 struct Memory {
-    /// Where the bytes begin, at the start of a cache line.
+    /// Where the bytes begin, at the start of a cache line or of a large page.
     base: NonNull<u8>,
     len: usize,
     /// The whole allocation, with room to align `base`. Asked for zeros with a larger alignment, the allocator would write
@@ -246,18 +250,33 @@ struct Memory {
 unsafe impl Send for Memory {}
 
 impl Memory {
-    /// `len` bytes, a multiple of a cache line; `None` if there is not enough memory.
-    fn zeros(len: usize) -> Option<Memory> {
-        let bytes = len.checked_add(LINE_BYTES - 1)?;
+    /// `len` bytes, a multiple of a cache line, from a multiple of `aligned` on, which is a power of two; `None` if there is not enough
+    /// memory.
+    fn zeros(len: usize, aligned: usize) -> Option<Memory> {
+        let bytes = len.checked_add(aligned - 1)?;
         let room =
             convoke_memory::attempt(|| bytemuck::allocation::try_zeroed_slice_box::<u8>(bytes)).ok()?;
         let room = NonNull::from(Box::leak(room));
         let first = room.cast::<u8>();
-        // SAFETY: `room` has LINE_BYTES - 1 bytes more than `len`, and the next line begins at most LINE_BYTES - 1 bytes from its
-        // start. `align_offset` returns that distance: a byte pointer can always be aligned.
-        let base = unsafe { first.add(first.as_ptr().align_offset(LINE_BYTES)) };
+        // SAFETY: `room` has `aligned - 1` bytes more than `len`, and the next multiple of `aligned` is at most `aligned - 1` bytes from
+        // its start. `align_offset` returns that distance: a byte pointer can always be aligned.
+        let base = unsafe { first.add(first.as_ptr().align_offset(aligned)) };
+        if aligned == LARGE_PAGE {
+            ask_for_large_pages(base, len);
+        }
         Some(Memory { base, len, room })
     }
+}
+
+/// Asks the system for large pages where the bytes fill them, which `base` begins. It may have none, or be told to use none.
+fn ask_for_large_pages(base: NonNull<u8>, len: usize) {
+    #[cfg(target_os = "linux")]
+    // SAFETY: the pages lie within one allocation, and what backs them changes none of their bytes. What it returns does not matter.
+    unsafe {
+        libc::madvise(base.as_ptr().cast(), len / LARGE_PAGE * LARGE_PAGE, libc::MADV_HUGEPAGE);
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = (base, len);
 }
 
 impl Drop for Memory {
@@ -286,6 +305,16 @@ mod tests {
             assert!(block.bytes().iter().all(|&byte| byte == 0));
         }
         assert_eq!(arena.reached(), lens.iter().map(|len| len.next_multiple_of(64)).sum::<usize>());
+    }
+
+    #[test]
+    fn large_blocks_fill_large_pages() {
+        let arena = Arena::default();
+        let blocks = [SMALL + 1, 80 * MIB, 300 * MIB].map(|len| arena.take(len).unwrap());
+        for chunk in lock(&arena.chunks).all.iter().flatten() {
+            assert_eq!(chunk.memory.base.align_offset(LARGE_PAGE), 0);
+        }
+        drop(blocks);
     }
 
     #[test]
