@@ -37,9 +37,18 @@ def test_turns_end_soon_where_the_difference_is_clear():
 
 def test_turns_go_on_while_it_is_close():
     turns = Turns()
-    ran = sides(turns, 4 * (MOST + 1), {CONVOKE: 1.0, PYTORCH: 1.02})
+    ran = sides(turns, 4 * (MOST + 1), {CONVOKE: 1.0, PYTORCH: 0.98})
     assert ran.count(PYTORCH) == MOST + 1 or ran.count(PYTORCH) == MOST + 2
     assert turns.verdict.keeps and not turns.verdict.is_clear
+
+
+def test_convoke_runs_soon_what_it_ran_faster_each_time():
+    turns = Turns()
+    ran = sides(turns, AGAIN, {CONVOKE: 1.0, PYTORCH: 1.02})
+    assert ran.count(PYTORCH) == 3 and turns.verdict.keeps and not turns.verdict.is_clear
+    # As it was close, it is measured again later, and another answer counts.
+    sides(turns, 40, {CONVOKE: 1.0, PYTORCH: 0.5})
+    assert not turns.verdict.keeps
 
 
 def test_one_noisy_moment_decides_nothing():
@@ -56,12 +65,12 @@ def test_what_went_against_convoke_is_measured_again():
     assert not turns.verdict.keeps
     again = sides(turns, AGAIN + 20, {CONVOKE: 1.0, PYTORCH: 2.0})
     assert set(again[: AGAIN - 10]) == {PYTORCH} and turns.verdict.keeps
-    # So is what another process found close, or lost.
-    for known in (Verdict(2.0, 1.0), Verdict(0.95, 1.0)):
+    # So is what another process found lost.
+    turns = Turns(Verdict(2.0, 1.0))
+    assert turns.next() == CONVOKE and turns.is_measuring
+    for known in (Verdict(0.95, 1.0), Verdict(0.5, 1.0)):
         turns = Turns(known)
-        assert turns.next() == CONVOKE and turns.is_measuring
-    turns = Turns(Verdict(0.5, 1.0))
-    assert turns.next() == CONVOKE and not turns.is_measuring
+        assert turns.next() == CONVOKE and not turns.is_measuring
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -20,9 +20,10 @@ from . import _engine, tuning
 
 #: Convoke must take this many times as long as PyTorch before a subgraph is left to PyTorch: times vary by as much.
 MARGIN = 1.05
-#: If convoke takes at most this share of PyTorch's time, or PyTorch of convoke's, two turns each are enough.
+#: If convoke takes at most this share of PyTorch's time, it is not measured again.
 CLEAR = 0.8
-#: Turns of each, at least and at most. The first turn of each is not counted: it fills caches and gets memory.
+#: Turns of each, at least and at most: the least are enough if each of convoke's took less time than each of PyTorch's, or far more. The first
+#: turn of each is not counted: it fills caches and gets memory.
 LEAST, MOST = 2, 6
 #: After so many steps what was close, or went against convoke, is measured again; each time after four times as many.
 AGAIN = 200
@@ -60,8 +61,8 @@ class Turns:
         self._seconds: dict[str, list[float]] = {CONVOKE: [], PYTORCH: []}
         self._given = {CONVOKE: 0, PYTORCH: 0}
         self._steps, self._again = 0, AGAIN
-        # What was close once may have been another program's doing.
-        if known is not None and not known.is_clear:
+        # What went against convoke once may have been another program's doing.
+        if known is not None and not known.keeps:
             self._again = 0
 
     @property
@@ -98,8 +99,9 @@ class Turns:
         least = min(len(ours), len(theirs))
         if least < LEAST:
             return
-        clear = max(ours) <= CLEAR * min(theirs) or max(theirs) <= CLEAR * min(ours)
-        if clear or least >= MOST:
+        # Against convoke more is needed: what is left to PyTorch takes PyTorch's memory, too.
+        is_known = max(ours) <= min(theirs) or max(theirs) <= CLEAR * min(ours)
+        if is_known or least >= MOST:
             # The fastest is what the code takes, the rest is what else the machine did; the median guards against a single lucky one.
             value = lambda times: (min(times) + statistics.median(times)) / 2
             self.verdict, self.is_new = Verdict(value(ours), value(theirs)), True

@@ -19,7 +19,7 @@ rank 0 measure and share::
     tuning.broadcast()
 
 The folder is ``tuning`` in the user's folder for caches (on Linux ``~/.cache/convoke``), or what the environment variable
-``CONVOKE_CACHE`` names when the package first computes. The program does not read that variable: give it ``--cache``.
+``CONVOKE_CACHE`` names when the package first computes. The program does not read that variable: give it ``--tuning-cache``.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ PRECISIONS = ("f32", "bf16")
 #: malloc keeps memory, as fresh pages cost PyTorch's larger steps a tenth of their time. convoke keeps what it needs by itself.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_TOP_PAD_": str(64 << 20)}
 #: Seconds that the steps of a setting take in a round, and how many they are at least and at most.
-ROUND_SECONDS, LEAST_STEPS, MOST_STEPS = 0.5, 2, 50
+ROUND_SECONDS, LEAST_STEPS, MOST_STEPS = 0.7, 3, 50
 
 
 class Mistake(ValueError):
