@@ -89,7 +89,7 @@ def compare(model, batch, args):
     show = lambda text: print(f"{model}: {text}          ", end="\r", file=sys.stderr, flush=True)
     show("first run of convoke")
     with tempfile.TemporaryDirectory() as cache:
-        first = convoke(model, batch, ["--cache", cache], args, steps=1)["seconds"]
+        first = convoke(model, batch, ["--tuning-cache", cache], args, steps=1)["seconds"]
     for done in range(args.rounds):
         for name, measure in contenders.items():
             show(f"round {done + 1} of {args.rounds}, {name}")

@@ -33,34 +33,42 @@ pub(crate) struct Args {
 pub(crate) enum Command {
     /// Train a model, and report its accuracy, speed and memory.
     ///
-    /// Without flags: one epoch of the model mnist-cnn, fused, on MNIST if it is there, else on `digits`, a data set
-    /// of drawn digits that is generated on the spot. Nothing is downloaded without --download.
+    /// `convoke train photos` trains on a folder of photographs, and keeps the model in `runs/photos-1`. Without DATA: one epoch of the
+    /// model mnist-cnn, on MNIST if it is there, else on `digits`, a data set of drawn digits that is generated on the spot. Nothing is
+    /// downloaded without --download.
     #[command(after_help = "Examples:\n  \
-        convoke train\n  \
-        convoke train --data mnist --download --epochs 5 --checkpoint runs/mnist\n  \
-        convoke train --data mnist --epochs 10 --checkpoint runs/mnist --resume\n  \
-        convoke train --ranks 2 --sync-bn --batch-size 256\n  \
-        convoke train --data camvid --data-dir camvid --batch-size 8 --epochs 10\n  \
-        convoke train --data cifar10 --download --optimizer sgd --lr 0.1 --weight-decay 1e-4 --epochs 10\n  \
-        convoke train --data folder --data-dir photos --output runs/photos --image-size 128 --batch-size 32 --epochs 10\n  \
-        convoke train --data masks --data-dir scenes --batch-size 8 --epochs 10\n  \
-        convoke train --data random --model resnet50 --batch-size 32 --steps 8\n  \
+        convoke train photos\n  \
+        convoke train photos --dry-run\n  \
+        convoke train photos --epochs 20 --image-size 128\n  \
+        convoke train --resume\n  \
+        convoke train mnist --download --epochs 5")]
+    #[command(after_long_help = "Examples:\n  \
+        convoke train photos\n  \
+        convoke train photos --dry-run\n  \
+        convoke train photos --output runs/small --image-size 128 --batch-size 32 --epochs 10\n  \
+        convoke train --resume runs/small --epochs 20\n  \
+        convoke train --config runs/small/run.toml --model mobilenet-v2\n  \
+        convoke train scenes --batch-size 8 --epochs 10\n  \
+        convoke train camvid --data-dir camvid --batch-size 8 --epochs 10\n  \
+        convoke train cifar10 --download --optimizer sgd --lr 0.1 --weight-decay 1e-4 --epochs 10\n  \
+        convoke train mnist --ranks 2 --sync-bn --batch-size 256\n  \
+        convoke train random --model resnet50 --batch-size 32 --steps 8\n  \
         convoke train --steps 50 --json - --report report.html")]
     Train(TrainArgs),
     /// Judge a trained model on labelled images: loss, accuracy, and how it does on each class.
     ///
     /// Images are prepared as in the model's training; its batch norms are joined to its convolutions first.
     #[command(after_help = "Examples:\n  \
-        convoke evaluate runs/photos --data-dir photos\n  \
-        convoke evaluate runs/photos --data-dir other-photos --part all --flip --json results.json\n  \
-        convoke evaluate runs/photos/last.safetensors --data-dir photos --part train\n  \
-        convoke evaluate model.onnx --data folder --data-dir photos")]
+        convoke evaluate runs/photos-1 photos\n  \
+        convoke evaluate runs/photos-1 other-photos --split all --flip --json results.json\n  \
+        convoke evaluate runs/photos-1/last.safetensors photos --split train\n  \
+        convoke evaluate model.onnx photos --data folder")]
     Evaluate(EvaluateArgs),
     /// Show what a trained model finds in images: the most likely classes, or a mask of the class of each pixel.
     #[command(after_help = "Examples:\n  \
-        convoke predict runs/photos cat.jpg dog.jpg\n  \
-        convoke predict runs/photos holiday/ --top 1 --csv holiday.csv\n  \
-        convoke predict runs/scenes street.png --masks masks\n  \
+        convoke predict runs/photos-1 cat.jpg dog.jpg\n  \
+        convoke predict runs/photos-1 holiday/ --top 1 --csv holiday.csv\n  \
+        convoke predict runs/scenes-1 street.png --masks masks\n  \
         convoke predict model.onnx cat.jpg --json -")]
     Predict(PredictArgs),
     /// Train the same model twice, with separate and with fused Conv+BN, and compare memory, speed and accuracy.
@@ -125,7 +133,7 @@ pub(crate) enum Command {
     /// ONNX files run in onnxruntime and many other programs, and train here again with `--model FILE.onnx`. Batch norms stay,
     /// unless --fold joins them to the convolutions, which makes inference faster.
     #[command(after_help = "Examples:\n  \
-        convoke export runs/photos --to photos.onnx\n  \
+        convoke export runs/photos-1 --to photos.onnx\n  \
         convoke export runs/mine --to mine.onnx --fold --opset 13\n  \
         convoke export model.onnx --to weights.safetensors")]
     Export(ExportArgs),
@@ -151,6 +159,54 @@ pub(crate) enum Command {
     Man(ManArgs),
 }
 
+/// The flags of `train` that `-h` shows; `--help` shows all.
+const SHORT: [&str; 15] = [
+    "download",
+    "image-size",
+    "model",
+    "weights",
+    "precision",
+    "epochs",
+    "batch-size",
+    "lr",
+    "optimizer",
+    "time-limit",
+    "threads",
+    "memory-budget",
+    "output",
+    "resume",
+    "dry-run",
+];
+/// The commands that users of trained models need, and those that most never need.
+const COMMANDS: [(&str, &[&str]); 2] = [
+    ("Commands", &["train", "evaluate", "predict", "export", "info"]),
+    ("For specialists", &["compare", "plan", "bench", "bench-norm", "tune", "cache", "completions", "man"]),
+];
+
+/// The command line: what [`Args`] defines, and what of it is shown where.
+pub(crate) fn definition() -> clap::Command {
+    let short = |command: clap::Command| {
+        command.mut_args(|arg| {
+            let is_shown = arg.get_long().is_none_or(|name| SHORT.contains(&name));
+            arg.hide_short_help(!is_shown)
+        })
+    };
+    let command = Args::command().mut_subcommand("train", short).mut_subcommand("compare", short);
+    let (header, literal) = (*command.get_styles().get_header(), *command.get_styles().get_literal());
+    let line = |name: &&str| {
+        let about = command.find_subcommand(name).and_then(clap::Command::get_about);
+        format!("  {literal}{name:<13}{literal:#}{}\n", about.map(ToString::to_string).unwrap_or_default())
+    };
+    let lists = COMMANDS.map(|(title, names)| {
+        format!("{header}{title}:{header:#}\n{}", names.iter().map(line).collect::<String>())
+    });
+    let template = format!(
+        "{{about-with-newline}}\n{{usage-heading}} {{usage}}\n\n{}\n{header}Options:{header:#}\n{{options}}\n",
+        lists.join("\n")
+    );
+    command.help_template(template)
+}
+
 impl Command {
     /// Runs the command to its end.
     pub(crate) fn run(self) -> Result<()> {
@@ -166,8 +222,8 @@ impl Command {
             Command::Cache(args) => cache::run(&args),
             Command::Export(args) => export::run(&args),
             Command::Info(args) => info::run(&args),
-            Command::Completions(args) => manual::completions(&args, Args::command()),
-            Command::Man(args) => manual::man(&args, Args::command()),
+            Command::Completions(args) => manual::completions(&args, definition()),
+            Command::Man(args) => manual::man(&args, definition()),
         }
     }
 }
@@ -176,6 +232,6 @@ impl Command {
 mod tests {
     #[test]
     fn flags_are_consistent() {
-        <super::Args as clap::CommandFactory>::command().debug_assert();
+        super::definition().debug_assert();
     }
 }

@@ -21,8 +21,16 @@ const LONGEST: Duration = Duration::from_secs(20);
 const MOST_PAIRS: usize = 1000;
 
 pub(crate) fn run(args: RunArgs) -> Result<()> {
-    if args.resume && args.checkpoint.is_none() {
-        return Err(Failure::Usage("--resume needs the run's --checkpoint".into()));
+    match &args.resume {
+        Some(Some(_)) => {
+            return Err(Failure::Usage(
+                "--resume: a comparison has no folder but --checkpoint: name that".into(),
+            ));
+        }
+        Some(None) if args.checkpoint.is_none() => {
+            return Err(Failure::Usage("--resume needs the run's --checkpoint".into()));
+        }
+        _ => {}
     }
     let run = args.resolve()?;
     ranks::run(&run, &[("command", "compare".into())], |rank| on_rank(&run, rank))
@@ -58,18 +66,16 @@ fn on_rank(run: &Run, rank: &Rank<'_>) -> Result<()> {
     let mut turns = Turns::default();
     while sessions[behind].has_more() && !interrupted {
         let steps = sessions.each_ref().map(|session| session.trainer.steps());
-        let mut loss = f64::NAN;
         let mut seconds = Vec::new();
         for session in sessions.iter_mut().filter(|session| session.trainer.steps() <= steps[behind]) {
             let report = session.step()?;
-            loss = report.loss;
             seconds.push(report.seconds);
         }
         if let [separate, fused] = seconds[..] {
             turns.add(separate, fused);
         }
         let rates = sessions.each_ref().map(|session| session.recorder.recent_rate());
-        sessions[behind].show(&mut stage, loss, harmonic_mean(rates));
+        sessions[behind].show(&mut stage, console, harmonic_mean(rates));
         interrupted = sessions[behind].agree(console.interrupted())?;
         for (session, before) in sessions.iter().zip(steps) {
             if session.trainer.steps() > before {
@@ -91,7 +97,7 @@ fn on_rank(run: &Run, rank: &Rank<'_>) -> Result<()> {
     // The first rank reports it for all.
     match finished || !rank.is_first() {
         true => Ok(()),
-        false => Err(interruption(run.checkpoint.as_deref(), steps, "--checkpoint")),
+        false => Err(interruption(run.checkpoint.as_deref(), steps, None)),
     }
 }
 

@@ -15,6 +15,8 @@ use super::failure::{Failure, Result};
 
 /// Time between two plain lines.
 const LINE_EVERY: Duration = Duration::from_secs(5);
+/// Before this time it is not said how long the rest will take.
+const FIRST_ESTIMATE: Duration = Duration::from_secs(2);
 /// Two free columns at the right end with the cursor before them: room for the `^C` that a terminal shows on Ctrl-C. Without it,
 /// the `^C` would begin a new line and leave the bar behind on the old one.
 const ROOM: &str = "  \x1b[2D";
@@ -87,7 +89,7 @@ pub(crate) struct Console {
 impl Console {
     /// Takes over Ctrl-C: the first one asks to stop at the next good moment, the second ends the process.
     pub(crate) fn new() -> Result<Console> {
-        Console::of(false, || std::process::exit(1))
+        Console::of(false, || std::process::exit(130))
     }
 
     /// A console for a process that is a rank: only the first rank shows anything. A second Ctrl-C does nothing, because `mpirun`
@@ -233,23 +235,26 @@ pub(crate) struct Stage {
 }
 
 impl Stage {
-    /// Gives the stage another name, such as the next epoch's.
-    pub(crate) fn rename(&mut self, name: String) {
-        if self.name != name {
-            self.bar.set_prefix(name.clone());
-            self.name = name;
-        }
+    pub(crate) fn is_named(&self, name: &str) -> bool {
+        self.name == name
     }
 
-    /// Shows that `done` parts are done; plain lines come every few seconds.
+    /// Shows that `done` parts are done, and when the rest will be; plain lines come every few seconds.
     pub(crate) fn set(&mut self, done: u64, message: &str) {
+        let left = self.left(done, Instant::now());
+        self.set_in(done, message, left.map(|left| left.as_secs_f64()));
+    }
+
+    /// As [`Stage::set`], if it is known better how many seconds are left.
+    pub(crate) fn set_in(&mut self, done: u64, message: &str, left: Option<f64>) {
         let now = Instant::now();
         if done < self.first {
             // A download has begun anew.
             (self.first, self.began) = (done, now);
         }
         let mut parts: Vec<String> = if message.is_empty() { vec![] } else { vec![message.into()] };
-        parts.extend(self.left(done, now).map(|left| format!("{} left", clock(left))));
+        let left = left.and_then(|left| Duration::try_from_secs_f64(left).ok());
+        parts.extend(left.map(|left| format!("{} left", clock(left))));
         let message = if parts.is_empty() { String::new() } else { format!(" {}", parts.join(", ")) };
         if self.lines && self.last.is_none_or(|last| now.duration_since(last) >= LINE_EVERY) {
             self.last = Some(now);
@@ -271,10 +276,12 @@ impl Stage {
         }
     }
 
-    /// The time that the rest will take at the pace so far.
+    /// The time that the rest will take at the pace so far, once there is one.
     fn left(&self, done: u64, now: Instant) -> Option<Duration> {
-        let pace =
-            now.duration_since(self.began).div_f64(done.checked_sub(self.first).filter(|&n| n > 0)? as f64);
+        let spent = now.duration_since(self.began);
+        let is_known = spent >= FIRST_ESTIMATE || self.total == Some(done);
+        let parts = done.checked_sub(self.first).filter(|&parts| parts > 0 && is_known)?;
+        let pace = spent.div_f64(parts as f64);
         Duration::try_from_secs_f64(pace.as_secs_f64() * self.total?.saturating_sub(done) as f64).ok()
     }
 

@@ -1,8 +1,8 @@
 //! Finding, downloading or generating the data set.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use crate::nn::data::photos::{PhotoAugmentation, PhotoSettings};
+use crate::nn::data::photos::{EXTENSIONS, OTHER_EXTENSIONS, PhotoAugmentation, PhotoSettings};
 use crate::nn::data::{DataError, Dataset, DatasetSpec, Datasets, LoadError, LoadOptions, class_counts};
 use crate::nn::objective::CrossEntropy;
 
@@ -131,19 +131,27 @@ pub(crate) fn with_remedy(spec: Option<&DatasetSpec>, failure: Failure) -> Failu
     }
 }
 
+/// The ending of a file that is an image of a kind that is not read.
+pub(crate) fn unread_kind(file: &Path) -> Option<String> {
+    let kind = file.extension()?.to_str()?.to_lowercase();
+    (!EXTENSIONS.contains(&kind.as_str()) && OTHER_EXTENSIONS.contains(&kind.as_str())).then_some(kind)
+}
+
 /// Tells which photographs were left out.
 pub(crate) fn report_skipped(part: &str, skipped: &[(PathBuf, String)], console: &Console) {
     const LISTED: usize = 20;
-    if skipped.is_empty() {
+    // The overview counts images of kinds that are not read.
+    let listed: Vec<&String> =
+        skipped.iter().filter(|(file, _)| unread_kind(file).is_none()).map(|(_, reason)| reason).collect();
+    if listed.is_empty() {
         return;
     }
-    console
-        .line(&format!("left out of {part}, because they cannot be decoded: {} photographs", skipped.len()));
-    for (_, reason) in skipped.iter().take(LISTED) {
+    console.line(&format!("warning: left out of {part}:"));
+    for reason in listed.iter().take(LISTED) {
         console.line(&format!("  {reason}"));
     }
-    if skipped.len() > LISTED {
-        console.line(&format!("  and {} more", skipped.len() - LISTED));
+    if listed.len() > LISTED {
+        console.line(&format!("  and {} more", listed.len() - LISTED));
     }
 }
 
@@ -168,11 +176,21 @@ fn proxy() -> Option<String> {
 /// What is said of a run that Ctrl-C ends while the data is loaded.
 const BEFORE: &str = "interrupted before the first step";
 
+/// How a folder of photographs may look.
+const EXAMPLE: &str = "A folder for each class holds its photographs:\n\n    \
+    photos/cat/1.jpg\n    photos/cat/2.jpg\n    photos/dog/1.jpg\n\n\
+    With folders train and val in photos, and the classes in each, you choose what training is validated on. For a class of each pixel, \
+    photos/images/1.jpg has its mask in photos/masks/1.png";
+
 /// `hint` says how to get the data; it is shown if the data is missing. `interrupted` is what is said after Ctrl-C.
 pub(crate) fn failure(error: LoadError, hint: &str, interrupted: &str) -> Failure {
     match error.downcast_ref() {
         Some(DataError::Cancelled { .. }) => Failure::Interrupted(interrupted.into()),
         Some(DataError::Missing { .. }) => Failure::Run(format!("{error}\n{hint}")),
+        Some(DataError::Malformed { field: "layout", .. }) => Failure::Run(format!("{error}\n{EXAMPLE}")),
+        Some(DataError::Malformed { field: "class", .. }) => Failure::Run(format!(
+            "{error}\nEach class needs a folder of the same name in train, with images to learn from"
+        )),
         Some(DataError::Malformed { field: "link", .. }) => {
             Failure::Run(format!("{error}\n--follow-links follows links that lead out of the folder"))
         }

@@ -14,6 +14,7 @@ use crate::nn::training::{Evaluation, EvaluationOptions, evaluate};
 
 use super::console::Console;
 use super::failure::{Failure, Result};
+use super::flags::place::Place;
 use super::flags::using::UsingArgs;
 use super::in_use::InUse;
 use super::quality::{ClassResults, Judged, percent};
@@ -28,7 +29,11 @@ pub(crate) struct EvaluateArgs {
     #[arg(value_name = "MODEL")]
     model: PathBuf,
 
-    /// The data set [default: the one that the model was trained on].
+    /// What it is judged on: a folder of photographs, or a data set by name [default: the data set that it was trained on].
+    #[arg(value_name = "DATA", conflicts_with = "data_dir")]
+    place: Option<PathBuf>,
+
+    /// The kind of the data [default: that of the data that the model was trained on].
     #[arg(long, value_parser = data_parser())]
     data: Option<Data>,
 
@@ -38,7 +43,7 @@ pub(crate) struct EvaluateArgs {
 
     /// Which part of the data: train, val, test, or `all` for a folder without parts [default: test if there is one, else what
     /// training was validated on].
-    #[arg(long, value_name = "NAME")]
+    #[arg(long = "split", alias = "part", value_name = "NAME")]
     part: Option<String>,
 
     /// Leave out photographs that cannot be decoded, and list them.
@@ -146,10 +151,13 @@ fn load(
     console: &Console,
 ) -> Result<(&'static DatasetSpec, String, Arc<dyn Dataset>)> {
     let card = &model.trained.card;
-    let spec = match args.data {
+    let place = args.place.as_deref().map(Place::of).transpose()?;
+    // What a folder holds, the model knows.
+    let named = place.as_ref().filter(|place| place.folder.is_none()).map(|place| place.data);
+    let spec = match args.data.or(named) {
         Some(Data::Named(spec)) => spec,
         Some(Data::Random) => {
-            return Err(Failure::Usage("--data random: there is nothing to judge in noise".into()));
+            return Err(Failure::Usage("random: there is nothing to judge in noise".into()));
         }
         Some(Data::Auto) | None => datasets().get(&card.data.name).map_err(|_| {
             Failure::Usage("which data the model was trained on is not known: name data with --data".into())
@@ -157,13 +165,14 @@ fn load(
     };
     let origin = card.photos.as_ref().filter(|_| card.data.name == spec.name());
     let trained_on = origin.and_then(|photos| photos.folder.as_deref()).map(PathBuf::from);
-    let folder = match &args.data_dir {
-        Some(folder) => Some(folder.clone()),
+    let given = place.and_then(|place| place.folder).or_else(|| args.data_dir.clone());
+    let folder = match given {
+        Some(folder) => Some(folder),
         None if spec.takes_photos() => {
             // A folder that a file names is not opened: the file may come from a stranger.
             if let Some(folder) = &trained_on {
                 return Err(Failure::Usage(format!(
-                    "name the photographs to judge it on: --data-dir {} has those that it was trained on and validated with",
+                    "name the photographs to judge it on: {} has those that it was trained on and validated with",
                     shell(folder.display())
                 )));
             }
@@ -214,7 +223,7 @@ impl Loading<'_> {
         match self.args.part.as_deref() {
             None | Some("test" | "val") => Ok(("validation images".into(), data.test)),
             Some("train") => Ok(("training images".into(), data.train)),
-            Some(part) => Err(Failure::Usage(format!("--part {part}: {spec} has the parts train and test"))),
+            Some(part) => Err(Failure::Usage(format!("--split {part}: {spec} has the parts train and test"))),
         }
     }
 
@@ -250,7 +259,11 @@ impl Loading<'_> {
             })
         };
         let data = load().map_err(|error| {
-            dataset::failure(error.into(), "--part names a part of the folder, or `all` of it", "interrupted")
+            dataset::failure(
+                error.into(),
+                "--split names a part of the folder, or `all` of it",
+                "interrupted",
+            )
         })?;
         Ok((part.map_or_else(|| "all images".into(), |part| format!("the part {part}")), data))
     }

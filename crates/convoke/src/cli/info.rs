@@ -187,7 +187,7 @@ fn external_libraries() -> String {
 
 fn tuning_cache() -> String {
     let Some(folder) = places::default_cache_folder() else {
-        return "no default folder on this system; name one with --cache".into();
+        return "no default folder on this system; name one with --tuning-cache".into();
     };
     let count = Cache::new(&folder, Isa::detect()).entries().map_or(0, |entries| entries.len());
     match count {

@@ -28,6 +28,7 @@ mod bench_norm;
 mod cache;
 mod chart;
 mod command;
+mod command_line;
 mod compare;
 mod console;
 mod dataset;
@@ -45,6 +46,7 @@ mod model_file;
 mod model_folder;
 mod open_model;
 mod output;
+mod overview;
 mod page;
 mod pass_result;
 mod places;
@@ -59,6 +61,7 @@ mod registry;
 mod report;
 mod run;
 mod session;
+mod settings;
 mod statistics;
 mod summary;
 mod system;
@@ -69,8 +72,6 @@ mod tune;
 
 use std::io::Write;
 use std::process::ExitCode;
-
-use clap::Parser;
 
 use crate::kernels::backstop::share_small_memory;
 
@@ -119,7 +120,7 @@ pub fn main(registry: Registry) -> ExitCode {
     registry::set(registry);
     // clap ends the process itself: with 2 for bad usage, 0 for --help and --version.
     let result = map_stack().and_then(|()| {
-        let args = command::Args::parse();
+        let args = command_line::parse(std::env::args_os().collect())?;
         console::set_quiet(args.quiet);
         args.command.run()
     });

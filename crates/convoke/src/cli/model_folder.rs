@@ -6,6 +6,7 @@
 //!     best.safetensors   the weights after the best epoch
 //!     last.safetensors   those after the last step
 //!     metrics.jsonl      a line for each epoch
+//!     run.toml           the flags of the run
 //!     report.html
 //!     checkpoint/        for --resume
 //! ```
@@ -13,11 +14,12 @@
 //! them again.
 
 use std::collections::BTreeMap;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum, value_parser};
-use convoke_files::{FolderLock, escaped, remove_leftovers};
+use convoke_files::{FolderLock, create_folder, escaped, remove_leftovers};
 use serde::Serialize;
 
 use crate::nn::data::DatasetInfo;
@@ -27,6 +29,7 @@ use crate::nn::{checkpoint, onnx};
 use super::failure::{Failure, Result};
 use super::flags::values::{name, time};
 use super::model_file::is_onnx;
+use super::settings::{SETTINGS, Settings};
 use super::text::shell;
 use super::{console, output};
 
@@ -36,15 +39,23 @@ pub(crate) const BEST: &str = "best.safetensors";
 pub(crate) const LAST: &str = "last.safetensors";
 const METRICS: &str = "metrics.jsonl";
 const REPORT: &str = "report.html";
-const CHECKPOINT: &str = "checkpoint";
+pub(crate) const CHECKPOINT: &str = "checkpoint";
+/// Where runs have their folders that no flag names.
+pub(crate) const RUNS: &str = "runs";
 
 /// Where the trained model goes, which epoch is the best, and when a run ends early.
-#[derive(Args)]
+#[derive(Args, Clone)]
 pub(crate) struct KeepArgs {
-    /// Keep the trained model in this folder: model.json, best.safetensors, last.safetensors, metrics.jsonl, report.html, and a
-    /// checkpoint for --resume. `evaluate`, `predict` and `export` take the folder.
+    /// The folder of the run [default: runs/NAME-N, after the data].
+    ///
+    /// It gets the trained model (model.json, best.safetensors, last.safetensors), metrics.jsonl, report.html, the run's flags (run.toml),
+    /// and a checkpoint after each epoch. `evaluate`, `predict`, `export` and `train --resume` take the folder.
     #[arg(long, value_name = "DIR", help_heading = "Output")]
     pub(crate) output: Option<PathBuf>,
+
+    /// Keep nothing of the run. Runs on noise (DATA random) keep nothing anyway.
+    #[arg(long, conflicts_with = "output", help_heading = "Output")]
+    pub(crate) no_output: bool,
 
     /// By what the best epoch is chosen, on the validation images [default: mean-iou if pixels have classes, accuracy if images
     /// have, else loss].
@@ -63,6 +74,10 @@ pub(crate) struct KeepArgs {
     /// End the run after this time, as if its steps were done: 90s, 30m, 2h.
     #[arg(long, value_name = "TIME", value_parser = time, help_heading = "Training")]
     pub(crate) time_limit: Option<Duration>,
+
+    /// The flags of the run, for its folder.
+    #[arg(skip)]
+    pub(crate) settings: Settings,
 }
 
 /// A result of validation by which epochs are compared.
@@ -147,15 +162,42 @@ impl ModelFolder {
         output::announce("--output", &self.folder);
         if finished {
             let folder = shell(self.folder.display());
-            let photos = photos.map_or_else(String::new, |photos| format!(" --data-dir {}", shell(photos)));
+            let photos = photos.map_or_else(String::new, |photos| format!(" {}", shell(photos)));
             console::note(&format!(
                 "next: `convoke evaluate {folder}{photos}`, `convoke predict {folder} IMAGE...`, `convoke export {folder} --to model.onnx`"
             ));
         }
     }
 
+    /// A new folder `runs/NAME-N` with the next number.
+    pub(crate) fn new_for(name: &str) -> Result<PathBuf> {
+        let runs = Path::new(RUNS);
+        let refused = |folder: &Path, error: std::io::Error| {
+            let folder = escaped(folder.display());
+            Failure::Run(format!(
+                "cannot make the folder {folder} for the run: {error}; name another place with --output, or keep nothing with --no-output"
+            ))
+        };
+        create_folder(runs).map_err(|error| refused(runs, error))?;
+        let number = |entry: std::io::Result<fs::DirEntry>| -> Option<u64> {
+            entry.ok()?.file_name().to_str()?.strip_prefix(name)?.strip_prefix('-')?.parse().ok()
+        };
+        let taken = fs::read_dir(runs).map_err(|error| refused(runs, error))?.filter_map(number).max();
+        for number in taken.unwrap_or(0).saturating_add(1).. {
+            let folder = runs.join(format!("{name}-{number}"));
+            match fs::create_dir(&folder) {
+                Ok(()) => return Ok(folder),
+                // Another run has begun just now.
+                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+                Err(error) => return Err(refused(&folder, error)),
+            }
+        }
+        unreachable!("numbers do not end")
+    }
+
     /// Writes what stays the same over the run.
-    pub(crate) fn begin(&self, trainer: &Trainer) -> Result<()> {
+    pub(crate) fn begin(&self, trainer: &Trainer, settings: &Settings) -> Result<()> {
+        settings.write(&self.folder, &self.place(SETTINGS)?)?;
         let mut card = trainer.card();
         if copy_graph(&card, "--output", &self.folder)? {
             card.model = GRAPH.into();
@@ -248,17 +290,24 @@ pub(crate) fn epochs_without_gain(validations: &[Validation], metric: Metric) ->
     last - best(validations, metric).map_or(0, |best| best.epoch)
 }
 
+impl Metric {
+    /// The usual one for such data.
+    pub(crate) fn usual(info: &DatasetInfo) -> Metric {
+        match (info.targets.are_classes(), info.targets.are_of_pixels()) {
+            (true, false) => Metric::Accuracy,
+            (true, true) => Metric::MeanIou,
+            (false, _) => Metric::Loss,
+        }
+    }
+}
+
 /// The metric that the flags choose, or the usual one for the data.
 ///
 /// # Errors
 /// If such data has no such metric.
 pub(crate) fn metric(args: &KeepArgs, info: &DatasetInfo) -> Result<Metric> {
     let (classes, of_pixels) = (info.targets.are_classes(), info.targets.are_of_pixels());
-    let usual = match (classes, of_pixels) {
-        (true, false) => Metric::Accuracy,
-        (true, true) => Metric::MeanIou,
-        (false, _) => Metric::Loss,
-    };
+    let usual = Metric::usual(info);
     let chosen = args.best_by.unwrap_or(usual);
     let reason = match chosen {
         Metric::Top5 if !classes || of_pixels => "has no class for each image",

@@ -22,5 +22,7 @@ pub(crate) fn default_cache_folder() -> Option<PathBuf> {
 /// The folder of tuning results that was named, or the default one.
 pub(crate) fn cache_folder(named: Option<&Path>) -> Result<PathBuf> {
     let folder = named.map(Path::to_owned).or_else(default_cache_folder);
-    folder.ok_or_else(|| Failure::Usage("this system has no folder for caches: name one with --cache".into()))
+    folder.ok_or_else(|| {
+        Failure::Usage("this system has no folder for caches: name one with --tuning-cache".into())
+    })
 }

@@ -10,6 +10,7 @@ use crate::nn::training::{
 use crate::nn::{ModuleExt, Precision};
 use serde::Serialize;
 
+use super::model_folder::{Metric, best};
 use super::quality::Judged;
 use super::statistics::{Ratio, median, quartiles};
 use super::system;
@@ -85,21 +86,49 @@ pub(crate) struct RunRecord {
     pub(crate) judged: Option<Judged>,
 }
 
-/// The results on the test set after an epoch.
+/// An epoch, and the results on the validation images after it.
 #[derive(Serialize)]
 pub(crate) struct ValidationRecord {
     pub(crate) epoch: usize,
+    /// The mean over the epoch's steps.
+    pub(crate) train_loss: f64,
+    /// The learning rate of the epoch's last step.
+    pub(crate) learning_rate: f64,
+    /// Whether it is the best of all epochs.
+    pub(crate) best: bool,
     pub(crate) loss: f64,
     pub(crate) accuracy: Option<f64>,
     pub(crate) top5_accuracy: Option<f64>,
     pub(crate) mean_iou: Option<f64>,
 }
 
-impl From<&Validation> for ValidationRecord {
-    fn from(validation: &Validation) -> ValidationRecord {
+/// The mean loss of an epoch's steps, as far as they are done.
+pub(crate) fn epoch_loss(trainer: &Trainer, epoch: usize) -> f64 {
+    let (batches, losses) = (trainer.batches_per_epoch(), trainer.losses());
+    let first = epoch.saturating_sub(1).saturating_mul(batches).min(losses.len());
+    let losses = &losses[first..losses.len().min(first + batches)];
+    losses.iter().sum::<f64>() / losses.len() as f64
+}
+
+/// The epochs that were validated. The best is the one with the highest of `metric`.
+fn validated(trainer: &Trainer, metric: Metric) -> Vec<ValidationRecord> {
+    let validations = trainer.validations();
+    let best = best(validations, metric).map(|best| best.epoch);
+    let record = |validation: &Validation| {
         let Validation { epoch, loss, accuracy, top5_accuracy, mean_iou, .. } = *validation;
-        ValidationRecord { epoch, loss, accuracy, top5_accuracy, mean_iou }
-    }
+        let steps = epoch.saturating_mul(trainer.batches_per_epoch()) as u64;
+        ValidationRecord {
+            epoch,
+            train_loss: epoch_loss(trainer, epoch),
+            learning_rate: trainer.learning_rate_of(steps.saturating_sub(1)),
+            best: best == Some(epoch),
+            loss,
+            accuracy,
+            top5_accuracy,
+            mean_iou,
+        }
+    };
+    validations.iter().map(record).collect()
 }
 
 /// What belongs into a run's record besides its steps.
@@ -112,6 +141,8 @@ pub(crate) struct Finished<'a> {
     /// How many threads its kernels use.
     pub(crate) threads: usize,
     pub(crate) evaluation: Option<Evaluation>,
+    /// By what the best epoch is chosen.
+    pub(crate) metric: Metric,
     pub(crate) memory_plan: Option<MemoryPlan>,
 }
 
@@ -150,6 +181,13 @@ impl Recorder {
         self.seconds.len()
     }
 
+    /// What a step takes, once that is known: the first steps make choices that later ones take.
+    pub(crate) fn step_seconds(&self) -> Option<f64> {
+        const WARM_UP: usize = 3;
+        let warm = self.seconds.get(WARM_UP..).filter(|warm| warm.len() >= 2)?;
+        median(warm[warm.len().saturating_sub(20)..].to_vec())
+    }
+
     /// Images a second over the last steps, for the progress line.
     pub(crate) fn recent_rate(&self) -> f64 {
         let recent = &self.rates[self.rates.len().saturating_sub(20)..];
@@ -158,7 +196,7 @@ impl Recorder {
 
     /// The record of the run; all ranks call it together.
     pub(crate) fn finish(self, finished: Finished<'_>) -> Result<RunRecord, TrainingError> {
-        let Finished { config, data, trainer, steps, threads, evaluation, memory_plan } = finished;
+        let Finished { config, data, trainer, steps, threads, evaluation, metric, memory_plan } = finished;
         // A rank that has done no step sends NaN.
         let own_rate = median(self.own_rates).unwrap_or(f64::NAN);
         let rates = trainer.communicator().all_gather("throughput", &[own_rate])?;
@@ -173,7 +211,7 @@ impl Recorder {
             send_gradients: config.send_gradients,
             train_loss: trainer.losses()[..steps as usize].to_vec(),
             learning_rates: (0..steps).map(|step| trainer.learning_rate_of(step)).collect(),
-            validation: trainer.validations().iter().map(ValidationRecord::from).collect(),
+            validation: validated(trainer, metric),
             test_loss: evaluation.as_ref().map(|evaluation| evaluation.loss),
             test_accuracy: evaluation.as_ref().and_then(|evaluation| evaluation.accuracy),
             test_mean_iou: evaluation.as_ref().and_then(|evaluation| evaluation.mean_iou),

@@ -136,7 +136,7 @@ pub(crate) fn optimizer_parser() -> impl TypedValueParser<Value = OptimizerSpec>
 }
 
 /// What `--data` asks for.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Data {
     /// MNIST if its files are there, else digits.
     Auto,
@@ -148,12 +148,18 @@ pub(crate) enum Data {
 }
 
 impl Data {
-    fn of(name: &str) -> Data {
+    /// What this name asks for, if it is one.
+    pub(crate) fn named(name: &str) -> Option<Data> {
         match (name, datasets().get(name)) {
-            (AUTO, _) => Data::Auto,
-            (_, Ok(spec)) => Data::Named(spec),
-            (_, Err(_)) => Data::Random,
+            (AUTO, _) => Some(Data::Auto),
+            (RANDOM, _) => Some(Data::Random),
+            (_, spec) => spec.ok().map(Data::Named),
         }
+    }
+
+    /// Whether it is one data set, whose images need not be the user's.
+    pub(crate) fn is_set(self) -> bool {
+        matches!(self, Data::Named(spec) if !spec.takes_photos())
     }
 }
 
@@ -176,5 +182,5 @@ pub(crate) fn data_parser() -> impl TypedValueParser<Value = Data> {
     );
     let named = datasets().iter().map(|spec| PossibleValue::new(spec.name()).help(spec.about()));
     let values: Vec<PossibleValue> = [auto].into_iter().chain(named).chain([random]).collect();
-    PossibleValuesParser::new(values).map(|name| Data::of(&name))
+    PossibleValuesParser::new(values).map(|name| Data::named(&name).expect("one of the names"))
 }

@@ -1,6 +1,6 @@
 //! What a training run does: the flags of `train` and `compare`, resolved once, before anything is loaded.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::nn::data::{Augmentation, DatasetSpec, Mixing};
 use crate::nn::data_parallel::Sampler;
@@ -24,6 +24,8 @@ use super::registry::Data;
 pub(crate) struct Run {
     /// The model, with the weights that it starts with.
     pub(crate) model: ModelSpec,
+    /// The file of those weights, if they are not random.
+    pub(crate) weights: Option<PathBuf>,
     pub(crate) precision: Precision,
     pub(crate) source: DataSource,
     pub(crate) batch: BatchSize,
@@ -104,6 +106,20 @@ impl DataSource {
     /// Where the files of a data set are.
     pub(crate) fn folder(&self, spec: &DatasetSpec) -> Option<PathBuf> {
         places::dataset_folder(self.data_dir.as_deref(), spec.name())
+    }
+
+    /// What the data is called: the folder of photographs, or the data set.
+    pub(crate) fn title(&self) -> String {
+        let folder = self.data_dir.as_deref().filter(|_| self.spec.is_some_and(DatasetSpec::takes_photos));
+        // "." has a name, too.
+        let folder = folder.and_then(|folder| std::path::absolute(folder).ok());
+        let name =
+            folder.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
+        let is_plain = |c: char| c.is_alphanumeric() || "._-".contains(c);
+        match name {
+            Some(name) => name.chars().map(|c| if is_plain(c) { c } else { '-' }).collect(),
+            None => self.choice.to_string(),
+        }
     }
 
     /// How images are varied that are in memory.

@@ -7,11 +7,11 @@ use std::time::Instant;
 
 use convoke_files::{FolderLock, escaped};
 
-use crate::nn::checkpoint;
 use crate::nn::data::Datasets;
 use crate::nn::modules::ConvBnMode;
 use crate::nn::planner::MemoryPlan;
 use crate::nn::training::{Evaluation, StepReport, Trainer, TrainingConfig, TrainingError};
+use crate::nn::{ModuleExt, checkpoint};
 use crate::tune::Tuner;
 use crate::{Cpu, Device, DeviceOptions};
 
@@ -19,11 +19,12 @@ use super::console::{self, Console, Stage, note};
 use super::failure::{Failure, Result};
 use super::memory_plan::{self, Job};
 use super::model_folder::{self, KeepArgs, Metric, ModelFolder};
+use super::overview::Overview;
 use super::ranks::Rank;
-use super::record::{Finished, Recorder, Results, RunRecord};
+use super::record::{Finished, Recorder, Results, RunRecord, epoch_loss};
 use super::run::Run;
 use super::tensorboard::EventWriter;
-use super::{dataset, json, output, report, summary};
+use super::{dataset, json, output, report, summary, text};
 
 /// One run with what it has recorded: `train` has one, `compare` two.
 pub(crate) struct Session {
@@ -132,7 +133,8 @@ impl Session {
                 plan = memory_plan::of_run(&run.memory, &job, rank.console)?;
             }
             if let Some(folder) = &folder {
-                folder.begin(&trainer)?;
+                let settings = keep.map(|keep| keep.settings.clone()).unwrap_or_default();
+                folder.begin(&trainer, &settings)?;
             }
             let board = keep.and_then(|keep| keep.tensorboard.as_deref()).filter(|_| rank.is_first());
             let board = board.map(|folder| EventWriter::new(folder, trainer.steps() + 1)).transpose()?;
@@ -162,6 +164,16 @@ impl Session {
             late: false,
             ended: None,
         })
+    }
+
+    /// What the overview says of the model and its steps.
+    pub(crate) fn overview(&self) -> Overview<'_> {
+        Overview {
+            config: &self.config,
+            parameters: self.trainer.model().parameter_count(),
+            batches: self.trainer.batches_per_epoch(),
+            steps: self.total_steps,
+        }
     }
 
     /// The CPU that its kernels run on.
@@ -219,10 +231,12 @@ impl Session {
         }
     }
 
-    /// A progress display over all steps.
+    /// A progress display over the epoch of the next step.
     pub(crate) fn stage(&self, console: &Console) -> Stage {
-        let (steps, total) = (self.trainer.steps(), self.total_steps);
-        let mut stage = console.stage(&self.epoch(steps + 1), steps, Some(total));
+        let (batches, batch) = (self.trainer.batches_per_epoch() as u64, self.trainer.batch() as u64);
+        let left = self.total_steps.saturating_sub(self.trainer.steps());
+        let mut stage =
+            console.stage(&self.epoch(self.trainer.steps() + 1), batch, Some(batches.min(batch + left)));
         stage.line_soon();
         stage
     }
@@ -267,14 +281,33 @@ impl Session {
         self.trainer.agree(wish).map_err(Failure::of_training)
     }
 
-    /// Shows the step just done.
-    pub(crate) fn show(&self, stage: &mut Stage, loss: f64, rate: f64) {
+    /// Shows the step just done: the mean loss of the epoch's steps, and how long the run will still take.
+    pub(crate) fn show(&self, stage: &mut Stage, console: &Console, rate: f64) {
         let step = self.trainer.steps();
-        if step == self.total_steps {
+        let batches = self.trainer.batches_per_epoch() as u64;
+        let (epoch, done) = (step.div_ceil(batches), (step - 1) % batches + 1);
+        if !stage.is_named(&self.epoch(step)) {
+            std::mem::replace(stage, self.resumed_stage(console, step, done)).end();
+        }
+        if done == batches || step == self.total_steps {
             stage.line_soon();
         }
-        stage.rename(self.epoch(step));
-        stage.set(step, &format!("loss {loss:.4}, {rate:.0} img/s"));
+        let loss = epoch_loss(&self.trainer, epoch as usize);
+        let learning_rate = self.trainer.learning_rate_of(step - 1);
+        let left = self.total_steps.saturating_sub(step) as f64;
+        let left = self.recorder.step_seconds().map(|seconds| seconds * left);
+        stage.set_in(
+            done,
+            &format!("loss {loss:.4}, learning rate {learning_rate:.2e}, {rate:.0} img/s"),
+            left,
+        );
+    }
+
+    /// A progress display of the epoch of a step that is done, of which this many steps are.
+    fn resumed_stage(&self, console: &Console, step: u64, done: u64) -> Stage {
+        let batches = self.trainer.batches_per_epoch() as u64;
+        let last = batches.min(self.total_steps.saturating_sub(step).saturating_add(done));
+        console.stage(&self.epoch(step), done, Some(last))
     }
 
     /// Saves a checkpoint after each epoch, after the last step, and when the run is cut short.
@@ -310,15 +343,20 @@ impl Session {
             board.scalars(self.trainer.steps(), &scalars)?;
             board.flush()?;
         }
-        // The last epoch's results are in the summary.
-        if let Some(evaluation) = self.evaluation.as_ref().filter(|_| self.has_more()) {
+        if let Some(evaluation) = &self.evaluation {
             let share = |name: &str, share: Option<f64>| {
                 share.map_or_else(String::new, |share| format!(", {name} {:.2} %", 100.0 * share))
             };
             let (epoch, loss) = (self.epoch(self.trainer.steps()), evaluation.loss);
+            let trained = epoch_loss(&self.trainer, self.trainer.epoch());
             let accuracy = share("accuracy", evaluation.accuracy);
             let iou = share("mean IoU", evaluation.mean_iou);
-            console.line(&format!("{epoch}: validation loss {loss:.4}{accuracy}{iou}"));
+            let validations = self.trainer.validations();
+            let best = self.keep.as_ref().and_then(|keep| model_folder::best(validations, keep.metric));
+            let is_best = validations.len() > 1 && best.is_some() && best == validations.last();
+            let mark = if is_best { ", the best so far" } else { "" };
+            console
+                .line(&format!("{epoch}: loss {trained:.4}, validation loss {loss:.4}{accuracy}{iou}{mark}"));
         }
         Ok(finished)
     }
@@ -358,6 +396,10 @@ impl Session {
             steps: self.ended.unwrap_or(self.trainer.steps()),
             threads: self.cpu.threads(),
             evaluation: self.evaluation,
+            metric: match &self.keep {
+                Some(keep) => keep.metric,
+                None => Metric::usual(self.data.train.info()),
+            },
             memory_plan: self.plan,
         };
         self.recorder.finish(finished).map_err(Failure::of_training)
@@ -386,11 +428,12 @@ pub(crate) fn show(run: &Run, text: &str) -> Result<()> {
     console::print(text)
 }
 
-/// The last message of a run that Ctrl-C ended. `flags` are those that would have kept it.
-pub(crate) fn interruption(checkpoint: Option<&Path>, steps: u64, flags: &str) -> Failure {
-    let rest = match checkpoint {
-        Some(folder) => format!("saved in {}: add --resume to continue", folder.display()),
-        None => format!("not saved (with {flags} the run could be continued)"),
+/// The last message of a run that Ctrl-C ended; `run` is its folder.
+pub(crate) fn interruption(checkpoint: Option<&Path>, steps: u64, run: Option<&Path>) -> Failure {
+    let rest = match (run, checkpoint) {
+        (Some(run), _) => format!("`convoke train --resume {}` goes on with it", text::shell(run.display())),
+        (None, Some(folder)) => format!("saved in {}: add --resume to continue", folder.display()),
+        (None, None) => "not saved (with --checkpoint the run could be continued)".into(),
     };
     Failure::Interrupted(format!("interrupted after step {steps}; {rest}"))
 }

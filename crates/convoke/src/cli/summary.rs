@@ -2,7 +2,7 @@
 
 use crate::nn::Precision;
 
-use super::record::{Results, RunRecord};
+use super::record::{Results, RunRecord, ValidationRecord};
 use super::statistics::Ratio;
 use super::text::{align, bytes, counted, seconds, thousands};
 
@@ -14,7 +14,37 @@ const RATE: &str = "images a second";
 /// A table of names and values, for two runs with their ratio and what their times say, for a terminal.
 pub(crate) fn table(results: &Results) -> String {
     let verdict = verdict(results).map_or_else(String::new, |verdict| format!("\n{verdict}\n"));
-    align(&rows(results)) + &verdict
+    let epochs = match &results.runs[..] {
+        [run] if run.validation.len() > 1 => align(&epoch_rows(&run.validation)) + "\n",
+        _ => String::new(),
+    };
+    epochs + &align(&rows(results)) + &verdict
+}
+
+/// A row of headings, then a row an epoch; of many, the best and evenly chosen ones.
+fn epoch_rows(epochs: &[ValidationRecord]) -> Vec<Vec<String>> {
+    const MOST: usize = 20;
+    let every = epochs.len().div_ceil(MOST);
+    let is_shown = |at: usize| at.is_multiple_of(every) || at + 1 == epochs.len() || epochs[at].best;
+    type Value = fn(&ValidationRecord) -> Option<f64>;
+    type Show = fn(f64) -> String;
+    let columns: [(&str, Value, Show); 5] = [
+        ("learning rate", |epoch| Some(epoch.learning_rate), |x| format!("{x:.2e}")),
+        ("loss", |epoch| Some(epoch.train_loss), |x| format!("{x:.4}")),
+        ("validation loss", |epoch| Some(epoch.loss), |x| format!("{x:.4}")),
+        ("accuracy", |epoch| epoch.accuracy, |x| format!("{:.2} %", 100.0 * x)),
+        ("mean IoU", |epoch| epoch.mean_iou, |x| format!("{:.2} %", 100.0 * x)),
+    ];
+    let used: Vec<_> =
+        columns.iter().filter(|(_, value, _)| epochs.iter().any(|epoch| value(epoch).is_some())).collect();
+    let names = used.iter().map(|(name, ..)| (*name).to_owned());
+    let mut rows: Vec<Vec<String>> = vec![["epoch".to_owned()].into_iter().chain(names).collect()];
+    for epoch in (0..epochs.len()).filter(|at| is_shown(*at)).map(|at| &epochs[at]) {
+        let cells = used.iter().map(|(_, value, show)| value(epoch).map_or_else(|| "-".into(), *show));
+        let mark = if epoch.best { "best" } else { "" };
+        rows.push([epoch.epoch.to_string()].into_iter().chain(cells).chain([mark.to_owned()]).collect());
+    }
+    rows
 }
 
 /// What the times of two runs' steps say, in one sentence.
@@ -39,9 +69,9 @@ pub(crate) fn rows(results: &Results) -> Vec<Vec<String>> {
     let values: [(&str, Value, Show); 9] = [
         ("peak memory", |run| run.bytes_peak.map(|bytes| bytes as f64), bytes),
         ("memory at end of forward", |run| run.bytes_end_of_forward.map(|bytes| bytes as f64), bytes),
-        ("test accuracy", |run| run.test_accuracy, |x| format!("{:.2} %", 100.0 * x)),
-        ("test mean IoU", |run| run.test_mean_iou, |x| format!("{:.2} %", 100.0 * x)),
-        ("test loss", |run| run.test_loss, |x| format!("{x:.4}")),
+        ("validation accuracy", |run| run.test_accuracy, |x| format!("{:.2} %", 100.0 * x)),
+        ("validation mean IoU", |run| run.test_mean_iou, |x| format!("{:.2} %", 100.0 * x)),
+        ("validation loss", |run| run.test_loss, |x| format!("{x:.4}")),
         ("last training loss", |run| run.train_loss.last().copied(), |x| format!("{x:.4}")),
         (STEP_TIME, |run| run.step_seconds_median, seconds),
         (RATE, |run| run.images_per_second, |x| format!("{x:.0}")),
@@ -50,7 +80,8 @@ pub(crate) fn rows(results: &Results) -> Vec<Vec<String>> {
     for (name, value, show) in values {
         // Mean IoU is shown only if pixels have labels; accuracy is left out if testing gave none. Data in memory takes no time.
         let tested = runs.iter().any(|run| run.test_loss.is_some());
-        let optional = name == "test mean IoU" || name == LOADING || (name == "test accuracy" && tested);
+        let optional =
+            name == "validation mean IoU" || name == LOADING || (name == "validation accuracy" && tested);
         if optional && runs.iter().all(|run| value(run).is_none()) {
             continue;
         }
@@ -80,7 +111,7 @@ pub(crate) fn rows(results: &Results) -> Vec<Vec<String>> {
     for name in runs[0].test_metrics.keys() {
         let cell =
             |run: &RunRecord| run.test_metrics.get(name).map_or_else(|| "-".into(), |x| format!("{x:.4}"));
-        let row = [format!("test {name}")].into_iter().chain(runs.iter().map(cell));
+        let row = [format!("validation {name}")].into_iter().chain(runs.iter().map(cell));
         rows.push(row.chain((runs.len() == 2).then(|| "-".to_owned())).collect());
     }
     // Only for a single run: two runs share the process.

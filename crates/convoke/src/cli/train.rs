@@ -16,12 +16,20 @@ use super::ranks::{self, Rank};
 use super::record::Results;
 use super::run::Run;
 use super::session::{Session, SessionOptions, interruption, publish, show};
-use super::{output, report};
+use super::{output, overview, report};
 
 #[derive(Args)]
 pub(crate) struct TrainArgs {
     #[command(flatten)]
     pub(crate) run: RunArgs,
+
+    /// Say what was found and what would be done, and do nothing.
+    #[arg(long, help_heading = "Output")]
+    pub(crate) dry_run: bool,
+
+    /// Take the flags from this file, such as the run.toml of another run; flags that are given beside it count more.
+    #[arg(long, value_name = "FILE.toml", conflicts_with = "resume", help_heading = "Output")]
+    pub(crate) config: Option<PathBuf>,
 
     /// How convolution + batch norm blocks run: `fused` keeps one tensor a block for backward (two with a residual or a pool) and
     /// recomputes the rest; `separate` keeps a tensor for every layer. The results are the same.
@@ -53,13 +61,11 @@ impl From<ConvBn> for ConvBnMode {
 }
 
 pub(crate) fn run(args: TrainArgs) -> Result<()> {
-    let TrainArgs { run, conv_bn, keep, profile } = args;
+    // The file of settings has been read with the command line.
+    let TrainArgs { run, dry_run, config: _, conv_bn, keep, profile } = args;
     output::check("--profile", profile.as_deref())?;
     let run = run.resolve()?;
-    let KeepArgs { output, best_by, patience, time_limit: _, tensorboard: _ } = &keep;
-    if run.resume && run.checkpoint.is_none() && output.is_none() {
-        return Err(Failure::Usage("--resume needs the run's --output or --checkpoint".into()));
-    }
+    let KeepArgs { output, no_output, best_by, patience, .. } = &keep;
     let settings = [
         ("command", "train".into()),
         ("--conv-bn", name(conv_bn)),
@@ -72,7 +78,14 @@ pub(crate) fn run(args: TrainArgs) -> Result<()> {
             "--memory-budget and --memory-plan are for fused blocks, not --conv-bn separate".into(),
         ));
     }
-    let options = TrainOptions { conv_bn: conv_bn.into(), keep: &keep, profile: profile.as_deref() };
+    let is_kept = output.is_none() && !no_output && run.source.spec.is_some() && !run.resume;
+    let options = TrainOptions {
+        conv_bn: conv_bn.into(),
+        keep: &keep,
+        name: is_kept.then(|| run.source.title()),
+        profile: profile.as_deref(),
+        dry_run,
+    };
     ranks::run(&run, &settings, |rank| on_rank(&run, &options, rank))
 }
 
@@ -80,18 +93,32 @@ pub(crate) fn run(args: TrainArgs) -> Result<()> {
 struct TrainOptions<'a> {
     conv_bn: ConvBnMode,
     keep: &'a KeepArgs,
+    /// What the run's folder is called, if it is a new one that no flag names.
+    name: Option<String>,
     profile: Option<&'a Path>,
+    dry_run: bool,
 }
 
 fn on_rank(run: &Run, own: &TrainOptions<'_>, rank: &Rank<'_>) -> Result<()> {
     let console = rank.console;
+    if own.dry_run {
+        return overview::of_plan(run, rank);
+    }
     let tuner = run.tuning.tuner(console)?;
-    let in_output = own.keep.output.as_deref().map(ModelFolder::checkpoint_in);
+    let mut keep = own.keep.clone();
+    if let Some(name) = own.name.as_deref().filter(|_| rank.is_first()) {
+        keep.output = Some(ModelFolder::new_for(name)?);
+    }
+    let in_output = keep.output.as_deref().map(ModelFolder::checkpoint_in);
     let checkpoint = run.checkpoint.as_deref().or(in_output.as_deref());
     let cpu = threads::cpu(run.threads, rank.in_process)?;
-    let (conv_bn, keep) = (own.conv_bn, Some(own.keep));
-    let options = SessionOptions { conv_bn, tuner: &tuner, cpu: &cpu, checkpoint, keep };
+    let options =
+        SessionOptions { conv_bn: own.conv_bn, tuner: &tuner, cpu: &cpu, checkpoint, keep: Some(&keep) };
     let mut session = Session::start(run, rank, options)?;
+    overview::show(run, rank, session.overview())?;
+    if let Some(folder) = &keep.output {
+        output::announce("run", folder);
+    }
     session.show_resumed(run, console);
     let mut stage = session.stage(console);
     let mut interrupted = false;
@@ -105,8 +132,8 @@ fn on_rank(run: &Run, own: &TrainOptions<'_>, rank: &Rank<'_>) -> Result<()> {
         if let Some(profile) = profile.as_ref().filter(|_| session.recorder.steps() == 1) {
             profile.forget_warm_up();
         }
-        let report = session.step()?;
-        session.show(&mut stage, report.loss, session.recorder.recent_rate());
+        session.step()?;
+        session.show(&mut stage, console, session.recorder.recent_rate());
         interrupted = session.agree(console.interrupted())?;
         session.end_if_late()?;
         interrupted = interrupted || !session.validate_if_due(console)?;
@@ -138,6 +165,6 @@ fn on_rank(run: &Run, own: &TrainOptions<'_>, rank: &Rank<'_>) -> Result<()> {
     // The first rank reports it for all.
     match finished || !rank.is_first() {
         true => Ok(()),
-        false => Err(interruption(checkpoint, steps, "--output or --checkpoint")),
+        false => Err(interruption(checkpoint, steps, keep.output.as_deref())),
     }
 }

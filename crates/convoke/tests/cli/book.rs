@@ -73,6 +73,12 @@ fn of_convoke(words: &[String]) -> Option<Vec<String>> {
 /// The same command on less work: fewer steps, smaller batches and convolutions, choices by estimate; and nothing is downloaded.
 fn shortened(mut args: Vec<String>) -> Vec<String> {
     args.retain(|arg| arg != "--download");
+    // Runs that are begun with fewer steps than they have here are not prolonged by epochs.
+    if let (true, Some(place)) =
+        (args.iter().any(|arg| arg == "--resume"), args.iter().position(|arg| arg == "--epochs"))
+    {
+        args.drain(place..place + 2);
+    }
     for (flag, most) in [
         ("--epochs", 1),
         ("--steps", 2),

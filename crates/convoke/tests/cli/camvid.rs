@@ -33,7 +33,7 @@ fn segnet_learns_scenes_on_one_rank_and_on_two() {
     let flags = ["train", "--data", "camvid", "--data-dir", &place, "--batch-size", "3", "--epochs", "4"];
     let flags = [&flags[..], &["--optimizer", "adamw", "--lr", "0.01", "--json", "-"]].concat();
     let one = convoke(&flags).exits(0);
-    assert!(one.stderr.contains("test mean IoU"), "{}", one.stderr);
+    assert!(one.stderr.contains("validation mean IoU"), "{}", one.stderr);
     let run = &one.json()["runs"][0];
     assert_eq!((&run["data"], &run["model"]), (&"camvid".into(), &"segnet".into()));
     let found = losses(run);

@@ -72,7 +72,7 @@ fn standard_output_has_json_and_nothing_else() {
     let [seconds, rate] =
         ["step_seconds_median", "images_per_second"].map(|field| run[field].as_f64().unwrap());
     assert!(seconds > 0.0 && (0.2..5.0).contains(&(seconds * rate / 25.0)), "{run}");
-    assert!(outcome.stderr.contains("test accuracy"), "the table goes to standard error");
+    assert!(outcome.stderr.contains("validation accuracy"), "the table goes to standard error");
     // Three steps are no epoch.
     assert_eq!(run["validation"], Value::Array(vec![]));
     assert_eq!((&run["optimizer"], &run["learning_rate"]), (&Value::from("adamw"), &Value::from(0.001)));
@@ -87,7 +87,7 @@ fn a_file_is_written_whole() {
     fs::write(&file, "{}").unwrap();
     let args = ["--steps", "1", "--conv-bn", "separate", "--json", text(&file)];
     let outcome = run("train", &args).exits(0);
-    assert!(outcome.stdout.contains("test accuracy"), "the table goes to standard output");
+    assert!(outcome.stdout.contains("validation accuracy"), "the table goes to standard output");
     let json: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
     assert_fields(&json["runs"][0], &FIELDS);
     assert_eq!(json["runs"][0]["conv_bn"], "separate");

@@ -11,8 +11,15 @@ use sha2::{Digest, Sha256};
 
 use super::program::{command, convoke, photographs, scenes, text, write_png};
 
-const FILES: [&str; 6] =
-    ["best.safetensors", "last.safetensors", "metrics.jsonl", "model.json", "report.html", "checkpoint"];
+const FILES: [&str; 7] = [
+    "best.safetensors",
+    "last.safetensors",
+    "metrics.jsonl",
+    "model.json",
+    "report.html",
+    "checkpoint",
+    "run.toml",
+];
 
 fn train<'a>(photos: &'a Path, output: &'a Path, more: &[&'a str]) -> Vec<&'a str> {
     let own = ["train", "--data", "folder", "--data-dir", text(photos), "--output", text(output)];
@@ -77,9 +84,9 @@ fn from_photographs_to_predictions() {
     let all = judged(&["--part", "all", "--flip", "--batch-size", "3"]);
     assert_eq!(all["images"], 20);
     let refused = convoke(&["evaluate", text(&out)]);
-    refused.check(2, &["--data-dir", text(&photos), "trained on"]).unwrap();
+    refused.check(2, &["name the photographs", text(&photos), "trained on"]).unwrap();
     convoke(&["evaluate", text(&out), "--data-dir", text(&photos), "--part", "none"])
-        .check(1, &["none", "--part names"])
+        .check(1, &["none", "--split names"])
         .unwrap();
 
     let (sky, sand) = (image(&photos, "sky"), image(&photos, "sand"));
@@ -142,7 +149,7 @@ fn a_run_into_a_folder_is_resumed_to_the_same_bits() {
     convoke(&train(&whole, &[])).exits(0);
     // In the middle of an epoch.
     convoke(&train(&parts, &["--steps", "6"])).exits(0);
-    convoke(&train(&parts, &["--resume"])).exits(0);
+    convoke(&train(&parts, &["--resume", "--steps", "100"])).exits(0);
     assert!(results(&parts) == results(&whole));
 
     let mut run = command(&train(&killed, &[]));
@@ -327,7 +334,7 @@ fn events_for_tensorboard() {
     assert_eq!(found, [1, 5, 5, 1]);
     assert_eq!(count("highest losses/1: "), 1);
     // Another file for the rest.
-    convoke(&train(&photos, &out, &[&args[..], &["--resume"]].concat())).exits(0);
+    convoke(&train(&photos, &out, &[&args[..], &["--resume", "--steps", "100"]].concat())).exits(0);
     let found = ["brain.Event:2", "train/loss", "validation/loss", "validation/top5_accuracy"].map(count);
     assert_eq!(found, [2, 8, 2, 0]);
     let file = folder.path().join("a file");

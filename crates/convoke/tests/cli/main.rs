@@ -24,5 +24,6 @@ mod ranks;
 mod recipes;
 mod report;
 mod resume;
+mod run_folder;
 mod tune;
 mod usage;

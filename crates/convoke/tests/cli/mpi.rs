@@ -81,7 +81,12 @@ fn processes_train_as_threads_do() {
     for ranks in ["2", "4"] {
         let flags = ["--steps", "5", "--json", "-"];
         let outcome = finish(launch(ranks.parse().unwrap(), &flags)).exits(0);
-        assert_eq!(outcome.stderr.matches("test accuracy").count(), 1, "rank 0 alone: {}", outcome.stderr);
+        assert_eq!(
+            outcome.stderr.matches("validation accuracy").count(),
+            1,
+            "rank 0 alone: {}",
+            outcome.stderr
+        );
         let flags = [&flags[..], &["--ranks", ranks, "--threads", ranks]].concat();
         let expected = convoke(&train(&flags)).exits(0);
         let [found, expected] = [outcome, expected].map(|outcome| outcome.json()["runs"][0].clone());

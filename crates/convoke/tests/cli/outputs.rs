@@ -12,17 +12,21 @@ fn plain_lines_and_a_table() {
     let outcome = run("train", &["--steps", "3", "--effort", "heuristic"]).exits(0);
     let lines: Vec<&str> = outcome.stdout.lines().collect();
     assert!(lines[0].starts_with("mnist-cnn on mnist, batch 25, 3 steps, "), "{}", lines[0]);
-    for name in ["peak memory", "memory at end of forward", "test accuracy", "step time, median"] {
+    for name in ["peak memory", "memory at end of forward", "validation accuracy", "step time, median"] {
         assert!(lines.iter().any(|line| line.starts_with(name)), "no {name} in {lines:#?}");
     }
     let widths: Vec<usize> = lines[2..].iter().map(|line| line.len()).collect();
     assert!(widths.iter().all(|width| *width == widths[0]), "not aligned: {lines:#?}");
-    let progress: Vec<&str> = outcome.stderr.lines().collect();
-    assert!(
-        progress[0].starts_with("epoch 1/1: 1/3 loss ") && progress[0].ends_with(" left"),
-        "{progress:?}"
-    );
-    assert!(progress.last().unwrap().starts_with("epoch 1/1: 3/3 loss "), "{progress:?}");
+    let notes: Vec<&str> = outcome.stderr.lines().collect();
+    let begins = |line: &str, words: &str| assert!(line.starts_with(words), "no {words} in {notes:#?}");
+    begins(notes[0], "data: mnist, 140 images, 10 classes; 110 to train, 30 to validate");
+    begins(notes[1], "  0 14, 1 14, ");
+    begins(notes[2], "model: mnist-cnn, 1,199,978 parameters, random weights");
+    begins(notes[3], "recipe: adamw, learning rate 0.001, 3 steps, 25 images each");
+    // The first step says nothing of the others.
+    begins(notes[4], "epoch 1/1: 1/3 loss ");
+    assert!(!notes[4].contains(" left"), "{}", notes[4]);
+    begins(notes.last().unwrap(), "epoch 1/1: 3/3 loss ");
     assert!(!outcome.stderr.contains(['\r', '\x1b']), "control characters in {:?}", outcome.stderr);
 }
 
@@ -168,7 +172,7 @@ fn closed_pipes() {
     let child = program.stderr(closed()).stdout(std::process::Stdio::piped()).spawn().unwrap();
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(0), "progress that nobody reads does not end the training");
-    assert!(String::from_utf8_lossy(&output.stdout).contains("test accuracy"));
+    assert!(String::from_utf8_lossy(&output.stdout).contains("validation accuracy"));
 }
 
 /// Renaming a file over a device would replace it.
@@ -180,5 +184,5 @@ fn devices_and_pipes() {
     assert!(fs::metadata("/dev/null").unwrap().file_type().is_char_device());
     let outcome =
         outcome(command(&on_tiny_data("train", &["--steps", "1", "--json", "/dev/stdout"]))).exits(0);
-    assert!(outcome.stdout.contains("test accuracy") && outcome.stdout.contains("\"runs\""));
+    assert!(outcome.stdout.contains("validation accuracy") && outcome.stdout.contains("\"runs\""));
 }

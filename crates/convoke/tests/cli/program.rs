@@ -97,7 +97,10 @@ pub(crate) fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_convoke"));
     let nowhere = Path::new(env!("CARGO_TARGET_TMPDIR")).join("no-home");
     let test = std::thread::current().name().unwrap_or("unnamed").replace("::", ".");
-    command.args(args).stdin(Stdio::null());
+    // Runs without --output have their folders below the current one.
+    let here = nowhere.join("here").join(&test);
+    fs::create_dir_all(&here).expect("a folder");
+    command.args(args).current_dir(here).stdin(Stdio::null());
     command
         .env("HOME", &nowhere)
         .env("XDG_DATA_HOME", &nowhere)
@@ -124,6 +127,9 @@ pub(crate) fn on_tiny_data<'a>(command: &'a str, args: &[&'a str]) -> Vec<&'a st
     let mut all = vec![command, "--data", "mnist", "--data-dir", folder, "--threads", "2"];
     if !args.contains(&"--batch-size") {
         all.extend(["--batch-size", "25"]);
+    }
+    if command == "train" && !args.contains(&"--output") {
+        all.push("--no-output");
     }
     all.extend(args);
     all

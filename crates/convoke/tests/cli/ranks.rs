@@ -33,7 +33,7 @@ fn two_synchronized_ranks_train_as_one() {
     let rates = two["rank_images_per_second"].as_array().unwrap();
     assert!(rates.len() == 2 && rates.iter().all(|rate| rate.as_f64().unwrap() > 0.0), "{rates:?}");
     // The first rank speaks for all.
-    assert_eq!(outcome.stderr.matches("test accuracy").count(), 1, "{}", outcome.stderr);
+    assert_eq!(outcome.stderr.matches("validation accuracy").count(), 1, "{}", outcome.stderr);
     assert!(outcome.stderr.contains("2 ranks with synchronized batch norm"), "{}", outcome.stderr);
     assert!(outcome.stderr.contains("images a second, by rank"), "{}", outcome.stderr);
     let apart = run("train", &["--steps", "6", "--ranks", "2", "--json", "-"]).exits(0).json();

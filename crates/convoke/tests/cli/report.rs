@@ -52,7 +52,7 @@ fn compare() {
         "mnist-cnn on mnist, batch 25, 3 steps",
         "<th>separate</th><th>fused</th><th>fused/<wbr>separate</th>",
         "<th>peak memory</th>",
-        "<th>test accuracy</th>",
+        "<th>validation accuracy</th>",
         ">training loss<",
         ">step<",
         ">MB in use<",

@@ -6,17 +6,17 @@ use super::program::{contents, convoke, run, text};
 
 /// Flags of `train`, each with words that its explanation must have.
 const FLAGS: [(&str, &str); 22] = [
-    ("--data <DATA>", "What to train on"),
+    ("--data <DATA>", "the data set without DATA"),
     ("--data-dir <DIR>", "Folder with the data set's files"),
     ("--download", "Fetch the data set's files"),
     ("--model <MODEL>", "mnist-cnn"),
     ("--conv-bn <CONV_BN>", "keeps one tensor a block"),
-    ("--epochs <N>", "[default: what --steps needs; without it 5 for folder and masks, else 1]"),
+    ("--epochs <N>", "[default: 5 for photographs, else 1]"),
     ("--schedule <SCHEDULE>", "else one-cycle"),
     ("--steps <N>", "Stop after this many steps"),
     ("--batch-size <N>", "Images a step"),
     ("--optimizer <OPTIMIZER>", "[possible values: adadelta, sgd, adamw, adam]"),
-    ("--lr <X>", "adadelta 1, sgd 0.01, adamw and adam 0.001"),
+    ("--lr <X>", "1 for adadelta, 0.01 for sgd, and 0.001 for adamw and adam"),
     ("--lr-gamma <X>", "after each epoch"),
     ("--momentum <X>", "sgd"),
     ("--weight-decay <X>", "L2 penalty"),
@@ -36,7 +36,7 @@ fn bad_usage() {
     // The arguments after `train`, and what the message must have.
     let cases: &[(&[&str], &[&str])] = &[
         (&["--fly"], &["'--fly'"]),
-        (&["extra"], &["'extra'"]),
+        (&["extra"], &["no folder is called extra", "digits, mnist"]),
         (
             &["--model", "resnet9"],
             &["resnet9", "--model", "[possible values: mnist-cnn, segnet, resnet20, resnet50, resnet18"],
@@ -67,7 +67,7 @@ fn bad_usage() {
         (&["--seed", "1", "--seed", "2"], &["--seed", "multiple times"]),
         (&["--threads", "0"], &["--threads", "'0'"]),
         (&["--threads", "1025"], &["--threads", "1024"]),
-        (&["--resume"], &["--output", "--checkpoint"]),
+        (&["--resume"], &["--resume", "no run in runs"]),
         (&["--time-limit", "5x"], &["--time-limit", "30m"]),
         (&["--time-limit", "1e9h"], &["--time-limit", "at most 1e9 seconds"]),
         (&["--tune-budget", "1e20"], &["--tune-budget", "at most 1e9 seconds"]),

@@ -124,7 +124,7 @@ pub fn folder(
     options.check()?;
     let mut lister = Lister::new(dir, options.follow_links, progress)?;
     let Layout { train, validation } = Layout::find(&lister, dir, |_| true)?;
-    let class_names: Arc<[String]> = classes(&lister, dir, &train)?.into();
+    let class_names: Arc<[String]> = classes(&mut lister, dir, &train)?.into();
     let train = files(&mut lister, dir, &train, &class_names)?;
     let validation = validation.map(|below| files(&mut lister, dir, &below, &class_names)).transpose()?;
     let unread = lister.finish()?;
@@ -287,8 +287,8 @@ fn info(options: &FolderOptions, classes: usize, (mean, std): &MeanAndStd) -> Da
     DatasetInfo::of_images(NAME, [channels, height, width], classes, [mean, std])
 }
 
-/// The names of the classes: those of the folders in the training part, which is `below` the set's folder.
-fn classes(lister: &Lister<'_>, dir: &Path, below: &Path) -> Result<Vec<String>, DataError> {
+/// The names of the classes: those of the folders in the training part that have images. The part is `below` the set's folder.
+fn classes(lister: &mut Lister<'_>, dir: &Path, below: &Path) -> Result<Vec<String>, DataError> {
     let folder = joined(dir, below);
     let entries = lister.entries(below)?;
     let mut names = Vec::new();
@@ -296,13 +296,19 @@ fn classes(lister: &Lister<'_>, dir: &Path, below: &Path) -> Result<Vec<String>,
         let name = entry.name.to_str().ok_or_else(|| {
             DataError::malformed(&folder.join(&entry.name), "class name", "UTF-8", "other bytes")
         })?;
-        names.push(name.to_owned());
+        if lister.has_files(&below.join(name), &EXTENSIONS)? {
+            names.push(name.to_owned());
+        }
     }
     let found = match names.len() {
         2..=MAX_CLASSES => return Ok(names),
         0 if entries.is_empty() => "an empty folder".to_owned(),
-        0 => format!("{} files and no folder of a class", entries.len()),
-        1 => format!("one folder of a class, {}", names[0]),
+        0 => match entries.iter().filter(|entry| !entry.is_folder).count() {
+            0 => "folders without images".to_owned(),
+            1 => "one file and no folder of a class with images".to_owned(),
+            files => format!("{files} files and no folder of a class with images"),
+        },
+        1 => format!("images in one folder of a class, {}", names[0]),
         count => {
             let expected = format!("2 to {MAX_CLASSES} folders of classes");
             return Err(DataError::malformed(&folder, "classes", expected, count.to_string()));
@@ -321,14 +327,15 @@ fn files(
     let mut files = Vec::new();
     for name in lister.folders(below)? {
         let folder = below.join(&name);
+        let found = lister.files(&folder, &EXTENSIONS)?;
+        if found.is_empty() {
+            lister.leave_out(&folder, "a class without images");
+            continue;
+        }
         let Some(class) = class_names.iter().position(|class| name == class.as_str()) else {
             let expected = "a class of the training part";
             return Err(DataError::malformed(&dir.join(folder), "class", expected, "one that it lacks"));
         };
-        let found = lister.files(&folder, &EXTENSIONS)?;
-        if found.is_empty() {
-            return Err(no_images(&dir.join(folder), "none"));
-        }
         files.extend(found.into_iter().map(|path| File { path, class }));
     }
     match files.is_empty() {

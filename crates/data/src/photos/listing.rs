@@ -16,7 +16,7 @@ use super::measure::Skipped;
 /// The endings of names that image files have, in lower case; files may have them in any case.
 pub const EXTENSIONS: [&str; 9] = ["jpg", "jpeg", "jpe", "jfif", "png", "tif", "tiff", "webp", "bmp"];
 /// The endings of images that are not read. They are told of, so that nobody misses them unknowing.
-const UNREAD: [&str; 20] = [
+pub const OTHER_EXTENSIONS: [&str; 20] = [
     "heic", "heif", "avif", "gif", "jp2", "j2k", "jpf", "jpx", "jxl", "svg", "psd", "dng", "cr2", "cr3",
     "nef", "arw", "raf", "orf", "rw2", "pef",
 ];
@@ -151,6 +151,31 @@ impl<'a> Lister<'a> {
         Ok(files)
     }
 
+    /// Whether there is such a file below a folder of the set.
+    pub(super) fn has_files(&self, below: &Path, extensions: &[&str]) -> Result<bool, DataError> {
+        self.has_files_at(below, extensions, 0)
+    }
+
+    fn has_files_at(&self, below: &Path, extensions: &[&str], depth: usize) -> Result<bool, DataError> {
+        let entries = self.entries(below)?;
+        if entries.iter().any(|entry| !entry.is_folder && has_extension(&entry.name, extensions)) {
+            return Ok(true);
+        }
+        // What lies deeper is an error when files are listed.
+        for entry in entries.iter().filter(|entry| entry.is_folder && depth < MAX_DEPTH) {
+            if self.has_files_at(&below.join(&entry.name), extensions, depth + 1)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Notes a folder of the set that is left out.
+    pub(super) fn leave_out(&mut self, below: &Path, reason: &str) {
+        let reason = format!("{}: {reason}", joined(self.dir, below).display());
+        self.unread.push((below.to_owned(), reason));
+    }
+
     fn walk(
         &mut self,
         found: &mut Found<'_>,
@@ -181,7 +206,7 @@ impl<'a> Lister<'a> {
                 if self.found.is_multiple_of(FILES_PER_REPORT) {
                     self.report(None)?;
                 }
-            } else if has_extension(&entry.name, &UNREAD) {
+            } else if has_extension(&entry.name, &OTHER_EXTENSIONS) {
                 let file = joined(self.dir, &path);
                 let kind = file.extension().unwrap_or_default().to_string_lossy().to_uppercase();
                 let reason = format!("{}: {kind} is not read: convert it to JPEG or PNG", file.display());

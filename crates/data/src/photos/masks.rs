@@ -43,6 +43,11 @@ const MASKS: &str = "masks";
 const NAMES: &str = "classes.txt";
 const MAX_NAMES_BYTES: u64 = 1 << 20;
 
+/// Whether a folder holds images and masks, by the names of its folders.
+pub(super) fn has_masks(folder: &Path) -> bool {
+    [IMAGES, MASKS].iter().all(|name| folder.join(name).is_dir())
+}
+
 /// How a folder of photographs and masks is loaded.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -443,7 +448,7 @@ fn common_size<'a>(
     progress: &Progress<'_>,
 ) -> Result<[usize; 2], DataError> {
     let images: Vec<&Path> = images.collect();
-    let size = |index: usize| photo::size(&dir.join(images[index]), images[index]);
+    let size = |index: usize| photo::size_as(&dir.join(images[index]), images[index]);
     let sizes = in_parallel("comparing sizes", images.len(), size, progress)?;
     let mut common = None;
     for (size, path) in sizes.into_iter().zip(&images) {

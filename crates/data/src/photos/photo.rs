@@ -131,7 +131,15 @@ fn read(path: &Path, name: &Path) -> Result<Vec<u8>, DataError> {
     read_bounded(path, MAX_FILE_BYTES).map_err(DataError::io(name, "read"))
 }
 
-/// The height and width of a photograph, upright, from its header. Errors name `name`.
-pub(super) fn size(path: &Path, name: &Path) -> Result<[usize; 2], DataError> {
+/// Height and width of a photograph when it is upright, from its header.
+///
+/// # Errors
+/// As [`Photo::open`], for what the header tells.
+pub fn size(path: &Path) -> Result<[usize; 2], DataError> {
+    size_as(path, path)
+}
+
+/// As [`size`]; errors name `name`.
+pub(super) fn size_as(path: &Path, name: &Path) -> Result<[usize; 2], DataError> {
     decode::size(&read(path, name)?, name)
 }

@@ -6,7 +6,7 @@ use super::super::{DataError, DatasetInfo, DatasetSpec, LoadOptions, Targets};
 use super::augmentation::PhotoAugmentation;
 use super::folder::{FolderOptions, folder};
 use super::geometry::{Preparation, setting};
-use super::masks::{MaskOptions, NO_CLASS, masks};
+use super::masks::{MaskOptions, NO_CLASS, has_masks, masks};
 use super::measure::Normalisation;
 
 /// How a folder of photographs is loaded by name. What is `None` is usual for the kind of folder.
@@ -116,7 +116,7 @@ pub(crate) fn masks_spec() -> DatasetSpec {
     .with_info_of_any_size(usual)
     .with_model("segnet")
     .with_files(
-        Path::is_dir,
+        |folder| [folder.to_owned(), folder.join("train")].iter().any(|part| has_masks(part)),
         "Name the folder with --data-dir. It holds train/images, train/masks, val/images and val/masks, or images and masks",
     )
     .of_photos()

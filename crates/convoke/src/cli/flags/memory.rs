@@ -7,15 +7,16 @@ use crate::nn::planner::PlannerOptions;
 use bytesize::ByteSize;
 use clap::Args;
 
-use super::values::seconds_or_none;
+use super::values::{seconds_or_none, size};
 
 /// How the fused blocks of a run choose what they keep for backward.
 #[derive(Args)]
 pub(crate) struct MemoryArgs {
-    /// The most memory that a step may have in use on each rank, such as 650MB or 2GiB. Fused blocks are timed with each way to
-    /// keep what backward needs, and the fastest plan that fits is used. Without a budget or a plan, each block keeps its
-    /// convolution's output, and its own output too if it has a residual or a pool.
-    #[arg(long, value_name = "SIZE", conflicts_with = "memory_plan", help_heading = "Memory")]
+    /// The most memory that a step may have in use on each rank, such as 650MB or 2GiB.
+    ///
+    /// Fused blocks are timed with each way to keep what backward needs, and the fastest plan that fits is used. Without a budget or a plan,
+    /// each block keeps its convolution's output, and its own output too if it has a residual or a pool.
+    #[arg(long, value_name = "SIZE", value_parser = size, conflicts_with = "memory_plan", help_heading = "Memory")]
     pub(crate) memory_budget: Option<ByteSize>,
 
     /// Use a plan that `convoke plan --json` wrote.

@@ -5,6 +5,7 @@ pub(crate) mod augment;
 pub(crate) mod candidates;
 pub(crate) mod memory;
 pub(crate) mod photos;
+pub(crate) mod place;
 pub(crate) mod problems;
 pub(crate) mod ranks;
 pub(crate) mod recipe;

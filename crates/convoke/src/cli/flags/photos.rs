@@ -11,7 +11,9 @@ use super::values::{ImageSize, given, image_size, name, probability, share};
 
 #[derive(Args)]
 pub(crate) struct PhotoArgs {
-    /// Height and width that photographs are brought to: 224, 96x128 [default: folder 224, or what the model takes; masks as they are].
+    /// Height and width that photographs are brought to, such as 224 or 96x128.
+    ///
+    /// The default is what the model takes, usually 224; photographs with masks stay as they are.
     #[arg(long, value_name = "HxW", value_parser = image_size, help_heading = "Data")]
     pub(crate) image_size: Option<ImageSize>,
 
@@ -21,7 +23,7 @@ pub(crate) struct PhotoArgs {
     pub(crate) validation: Option<f64>,
 
     /// Mean and standard deviation by which photographs are normalised; a trained model keeps them.
-    #[arg(long, value_enum, default_value_t = NormalisationName::Imagenet, help_heading = "Data")]
+    #[arg(long, alias = "normalization", value_enum, default_value_t = NormalisationName::Imagenet, help_heading = "Data")]
     pub(crate) normalisation: NormalisationName,
 
     /// Change each training photograph in one more way, drawn at random: TrivialAugment.

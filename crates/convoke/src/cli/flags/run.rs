@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::cli::failure::Result;
+use crate::cli::failure::{Failure, Result};
 use crate::cli::registry::{Data, data_parser, datasets, model, model_parser, optimizer_parser};
 use crate::cli::run::{BatchSize, DataSource, Length, Run};
 use crate::cli::{model_file, places};
@@ -14,6 +14,7 @@ use clap::{Args, value_parser};
 use super::augment::Augment;
 use super::memory::{MemoryArgs, PlannerArgs};
 use super::photos::PhotoArgs;
+use super::place::Place;
 use super::ranks::RankArgs;
 use super::recipe::{RecipeArgs, ScheduleName};
 use super::tuning::TuningArgs;
@@ -22,17 +23,28 @@ use super::values::{given, name, not_negative, positive, precision};
 /// What to train on, how, and where the results go.
 #[derive(Args)]
 pub(crate) struct RunArgs {
-    /// What to train on. `auto` is MNIST if its files are there, else `digits`. The model mnist-cnn takes mnist and digits;
-    /// segnet and unet take camvid and masks; resnet20 takes all data with a class for each image, the other models such data of
-    /// 32 x 32 pixels or more; random fits every model.
-    #[arg(long, value_parser = data_parser(), default_value = "auto", help_heading = "Data")]
-    pub(crate) data: Data,
+    /// What to train on: a folder of photographs, or a data set by name.
+    ///
+    /// A folder holds a folder of images for each class; or train and val, with the classes in each; or images and masks. What it holds is
+    /// seen by itself. Names are those of --data.
+    #[arg(value_name = "DATA", conflicts_with = "data_dir")]
+    pub(crate) place: Option<PathBuf>,
 
-    /// Folder with the data set's files [default: see `convoke info`].
+    /// The kind of DATA, where it is not what is seen in the folder, or the data set without DATA [default: auto].
+    ///
+    /// `auto` is MNIST if its files are there, else `digits`. The model mnist-cnn takes mnist and digits; segnet and unet take camvid and
+    /// masks; resnet20 takes all data with a class for each image, the other models such data of 32 x 32 pixels or more; random fits every
+    /// model.
+    #[arg(long, value_parser = data_parser(), help_heading = "Data")]
+    pub(crate) data: Option<Data>,
+
+    /// Folder with the data set's files, as DATA names it [default: see `convoke info`].
     #[arg(long, value_name = "DIR", help_heading = "Data")]
     pub(crate) data_dir: Option<PathBuf>,
 
-    /// Fetch the data set's files if they are missing (MNIST: 11 MB, CIFAR-10: 170 MB; checked by SHA-256; uses HTTPS_PROXY).
+    /// Fetch the data set's files if they are missing.
+    ///
+    /// MNIST has 11 MB, CIFAR-10 170 MB. Files are checked by SHA-256; HTTPS_PROXY is used.
     #[arg(long, help_heading = "Data")]
     pub(crate) download: bool,
 
@@ -48,22 +60,28 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(0..=256), help_heading = "Data")]
     pub(crate) workers: Option<u16>,
 
-    /// The model, by name or as an ONNX file [default: segnet for camvid and masks, resnet20 for cifar10, resnet18 for
-    /// folder, else mnist-cnn].
+    /// The model, by name or as an ONNX file.
+    ///
+    /// The default is segnet for camvid and masks, resnet20 for cifar10, resnet18 for folders of classes, else mnist-cnn.
     #[arg(long, value_parser = model_parser(), help_heading = "Model")]
     pub(crate) model: Option<ModelSpec>,
 
-    /// Start from the weights of this file: *.safetensors, *.pt and *.pth of PyTorch, or *.onnx, by PyTorch's names. If the data has
-    /// another number of classes than the file, the last layer keeps its new values.
+    /// Start from the weights of this file: *.safetensors, *.pt, *.pth or *.onnx.
+    ///
+    /// Arrays have PyTorch's names. If the data has another number of classes than the file, the last layer keeps its new values.
     #[arg(long, value_name = "FILE", help_heading = "Model")]
     pub(crate) weights: Option<PathBuf>,
 
-    /// Type of activations and their gradients: bf16 takes half of the memory of f32, and on processors that multiply it less time
-    /// (see `convoke info`). Weights, statistics, sums, losses and all files stay f32.
+    /// Type of activations and their gradients.
+    ///
+    /// bf16 takes half of the memory of f32, and on processors that multiply it less time (see `convoke info`). Weights, statistics, sums,
+    /// losses and all files stay f32.
     #[arg(long, value_parser = precision(), default_value = "f32", help_heading = "Model")]
     pub(crate) precision: Precision,
 
-    /// Times to go through the training images [default: what --steps needs; without it 5 for folder and masks, else 1].
+    /// Times to go through the training images [default: 5 for photographs, else 1].
+    ///
+    /// With --steps alone there are as many epochs as the steps need.
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=1_000_000), help_heading = "Training")]
     pub(crate) epochs: Option<u32>,
 
@@ -71,8 +89,10 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", value_parser = value_parser!(u64).range(1..), help_heading = "Training")]
     pub(crate) steps: Option<u64>,
 
-    /// Images a step, shared among the ranks; the last step of an epoch takes what is left, if it is more than one image [default: 8
-    /// where pixels have classes, 32 for folder, else 128; all there are, if they are fewer].
+    /// Images a step [default: 32 for photographs, 8 where pixels have classes, else 128].
+    ///
+    /// The ranks share them. The last step of an epoch takes what is left, if it is more than one image. Without this flag a step takes no
+    /// more images than there are.
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..), help_heading = "Training")]
     pub(crate) batch_size: Option<u32>,
 
@@ -80,8 +100,10 @@ pub(crate) struct RunArgs {
     #[arg(long, value_parser = optimizer_parser(), default_value = "adamw", help_heading = "Training")]
     pub(crate) optimizer: OptimizerSpec,
 
-    /// Learning rate, the largest of the schedule [default: adadelta 1, sgd 0.01, adamw and adam 0.001; with one-cycle and without
-    /// --weights three times as much, but adadelta 1].
+    /// Learning rate, the largest of the schedule.
+    ///
+    /// The default is 1 for adadelta, 0.01 for sgd, and 0.001 for adamw and adam; with one-cycle and without --weights it is three times as
+    /// much, but 1 for adadelta.
     #[arg(long, value_name = "X", value_parser = positive, help_heading = "Training")]
     pub(crate) lr: Option<f64>,
 
@@ -104,8 +126,9 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Training")]
     pub(crate) seed: u64,
 
-    /// Threads that kernels use, shared among the ranks of a process [default: all of this machine's]. If there are more threads
-    /// than processors, they wait for each other.
+    /// Threads that kernels use [default: all of this machine's].
+    ///
+    /// The ranks of a process share them. If there are more threads than processors, they wait for each other.
     #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=1024), help_heading = "Training")]
     pub(crate) threads: Option<u16>,
 
@@ -126,10 +149,13 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "DIR", help_heading = "Output")]
     pub(crate) checkpoint: Option<PathBuf>,
 
-    /// Continue the run in --checkpoint (or --output) after its newest checkpoint; the losses are, bit for bit, those of an
-    /// uninterrupted run.
-    #[arg(long, help_heading = "Output")]
-    pub(crate) resume: bool,
+    /// Go on with a run after its newest checkpoint [default of RUN: the newest run in runs].
+    ///
+    /// RUN is the folder of a run of `train`, which holds its flags. A flag that is given beside it changes what may change, such as
+    /// --epochs or --threads; what would make another run of it is refused. The losses are, bit for bit, those of an uninterrupted run.
+    /// With --checkpoint and no RUN, the run is the one in that folder, and all flags have to be given again.
+    #[arg(long, value_name = "RUN", num_args = 0..=1, help_heading = "Output")]
+    pub(crate) resume: Option<Option<PathBuf>>,
 
     /// Write a page with loss curves and memory over a step, as one self-contained file.
     #[arg(long, value_name = "FILE.html", help_heading = "Output")]
@@ -145,9 +171,11 @@ impl RunArgs {
     ///
     /// # Errors
     /// If flags do not fit each other.
-    pub(crate) fn resolve(self) -> Result<Run> {
+    pub(crate) fn resolve(mut self) -> Result<Run> {
         self.recipe.check(&self.optimizer, self.momentum)?;
-        let named = match self.data {
+        self.find_place()?;
+        let choice = self.choice();
+        let named = match choice {
             Data::Named(spec) => Some(spec),
             Data::Auto | Data::Random => None,
         };
@@ -176,7 +204,7 @@ impl RunArgs {
             settings: self.settings(&model, &rule, batch.images),
             parameters: self.recipe.parameters(&self.optimizer),
             source: DataSource {
-                choice: self.data,
+                choice,
                 spec: self.dataset(),
                 data_dir: self.data_dir,
                 download: self.download,
@@ -185,6 +213,7 @@ impl RunArgs {
                 workers: self.workers,
             },
             model,
+            weights: self.weights,
             batch,
             length,
             rule,
@@ -198,14 +227,35 @@ impl RunArgs {
             memory: self.memory,
             tuning: self.tuning,
             checkpoint: self.checkpoint,
-            resume: self.resume,
+            resume: self.resume.is_some(),
             report: self.report,
             json: self.json,
         })
     }
 
+    /// Replaces DATA by what it stands for.
+    fn find_place(&mut self) -> Result<()> {
+        let Some(place) = self.place.take() else { return Ok(()) };
+        let Place { data, folder } = Place::of(&place)?;
+        // A folder may be of another kind than it seems.
+        if let (Some(other), None) = (self.data, &folder)
+            && other != data
+        {
+            return Err(Failure::Usage(format!(
+                "--data {other}: DATA is {data} already: leave one of them out"
+            )));
+        }
+        self.data = self.data.or(Some(data));
+        self.data_dir = folder;
+        Ok(())
+    }
+
+    fn choice(&self) -> Data {
+        self.data.unwrap_or(Data::Auto)
+    }
+
     fn model(&self) -> ModelSpec {
-        let usual = || match self.data {
+        let usual = || match self.choice() {
             Data::Named(spec) => model(spec.model().unwrap_or("mnist-cnn")),
             Data::Auto | Data::Random => model("mnist-cnn"),
         };
@@ -218,7 +268,7 @@ impl RunArgs {
 
     /// The data set that the flags name; none for noise.
     fn dataset(&self) -> Option<&'static DatasetSpec> {
-        match self.data {
+        match self.choice() {
             Data::Named(spec) => Some(spec),
             Data::Random => None,
             Data::Auto => {
@@ -247,7 +297,8 @@ impl RunArgs {
     /// left out, such as threads, the folder of the data, the output, and how the first rank chooses convolutions for all.
     fn settings(&self, model: &ModelSpec, rule: &Rule, batch_size: usize) -> Vec<(&'static str, String)> {
         let RunArgs {
-            data,
+            place: _,
+            data: _,
             data_dir: _,
             weights,
             download: _,
@@ -282,7 +333,7 @@ impl RunArgs {
             json: _,
         } = self;
         let mut settings = vec![
-            ("--data", data.to_string()),
+            ("--data", self.choice().to_string()),
             ("--augment", name(*augment)),
             ("--model", model.to_string()),
             ("--weights", given(&weights.as_ref().map(|file| file.display()))),
@@ -303,7 +354,7 @@ impl RunArgs {
             ("--memory-budget", given(memory_budget)),
             ("--memory-plan", given(&memory_plan.as_ref().map(|file| file.display()))),
             ("--checkpoint", given(&checkpoint.as_ref().map(|folder| folder.display()))),
-            ("--resume", resume.to_string()),
+            ("--resume", resume.is_some().to_string()),
         ];
         settings.extend(photos.settings());
         settings.extend(recipe.settings());

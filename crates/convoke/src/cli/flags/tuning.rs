@@ -12,7 +12,7 @@ use crate::tune::{self, Event, Source, Tuner, TunerOptions, Tuning};
 use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
 
-use super::values::{accuracy, seconds_or_none};
+use super::values::{accuracy, seconds_or_none, size};
 use crate::conv::Accuracy;
 
 /// How a training run chooses convolution algorithms.
@@ -29,7 +29,7 @@ pub(crate) struct TuningArgs {
     pub(crate) tune_budget: Duration,
 
     /// Time nothing: use what earlier runs found, else estimates.
-    #[arg(long, help_heading = "Convolutions")]
+    #[arg(long = "no-tuning", alias = "frozen", help_heading = "Convolutions")]
     pub(crate) frozen: bool,
 
     /// Use only algorithms that give the same bits each time.
@@ -43,11 +43,11 @@ pub(crate) struct TuningArgs {
     pub(crate) accuracy: Accuracy,
 
     /// The most workspace (scratch memory) that one convolution may use.
-    #[arg(long, value_name = "SIZE", default_value = "256MiB", help_heading = "Convolutions")]
+    #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = size, help_heading = "Convolutions")]
     pub(crate) workspace_limit: ByteSize,
 
     /// Folder where results are kept [default: see `convoke cache path`].
-    #[arg(long, value_name = "DIR", help_heading = "Convolutions")]
+    #[arg(long = "tuning-cache", alias = "cache", value_name = "DIR", help_heading = "Convolutions")]
     pub(crate) cache: Option<PathBuf>,
 
     /// Show every choice: each candidate with its time or why it was not tried, then `= winner`.

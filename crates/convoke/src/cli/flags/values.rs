@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use bytesize::ByteSize;
 use clap::ValueEnum;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 
@@ -73,6 +74,15 @@ pub(crate) fn probability(text: &str) -> Result<f64, String> {
 /// Parses a number of at least 0.
 pub(crate) fn not_negative(text: &str) -> Result<f64, String> {
     number(text).and_then(|value| if value >= 0.0 { Ok(value) } else { Err("must not be negative".into()) })
+}
+
+/// Parses a number of bytes with its unit, without which nobody knows whether bytes were meant.
+pub(crate) fn size(text: &str) -> Result<ByteSize, String> {
+    match text.trim().parse::<f64>() {
+        Ok(0.0) => Ok(ByteSize(0)),
+        Ok(_) => Err(format!("the unit is missing: {}MB?", text.trim())),
+        Err(_) => text.parse().map_err(|_| "expected a size such as 650MB or 2GiB".into()),
+    }
 }
 
 /// Parses a time above 0, in seconds.

@@ -20,7 +20,7 @@ use crate::cli::failure::{Failure, Result};
 use crate::cli::flags::memory::PlannerArgs;
 use crate::cli::flags::threads;
 use crate::cli::flags::tuning::TuningArgs;
-use crate::cli::flags::values::precision;
+use crate::cli::flags::values::{precision, size};
 use crate::cli::memory_plan::{Document, Job, LargestBatches, Point, planner};
 use crate::cli::registry::{model_parser, optimizer_parser};
 use crate::cli::statistics::{Ratio, median, quartiles};
@@ -51,7 +51,7 @@ pub(crate) struct PlanArgs {
     pub(crate) threads: Option<u16>,
 
     /// Find the fastest plan whose steps have at most this much memory in use: 650MB, 2GiB [default: the fastest plan of all].
-    #[arg(long, value_name = "SIZE", help_heading = "Memory")]
+    #[arg(long, value_name = "SIZE", value_parser = size, help_heading = "Memory")]
     pub(crate) memory_budget: Option<ByteSize>,
 
     /// Show the whole curve of memory against time, from the fastest plan to the smallest.

@@ -145,6 +145,17 @@ fn folder_with_seed(dir: &Path, seed: u64) -> Vec<String> {
 }
 
 #[test]
+fn folders_without_images_are_no_classes() {
+    let folder = tempfile::tempdir().unwrap();
+    write_scenes(folder.path(), &["cat/a.jpg", "cat/b.jpg", "dog/a.jpg", "dog/more/b.jpg", "cow/a.txt"]);
+    fs::create_dir_all(folder.path().join("ant/none/at/all")).unwrap();
+    let found = load(folder.path()).unwrap();
+    assert_eq!(found.train.class_names(), ["cat", "dog"]);
+    let skipped: Vec<&Path> = found.train.skipped().iter().map(|(path, _)| path.as_path()).collect();
+    assert_eq!(skipped, [Path::new("ant"), Path::new("cow")]);
+}
+
+#[test]
 fn other_layouts_are_refused_with_what_is_expected() {
     let expected = "layout: expected train/CLASS/IMAGE and val/CLASS/IMAGE, or CLASS/IMAGE, with a folder for each class and \
                     images that are JPEG, PNG, TIFF, WebP or BMP files";
@@ -157,13 +168,16 @@ fn other_layouts_are_refused_with_what_is_expected() {
     assert_eq!(found(&[], ""), "LAYOUT; at least two classes, found an empty folder");
     assert_eq!(
         found(&["a.jpg", "b.jpg"], ""),
-        "LAYOUT; at least two classes, found 2 files and no folder of a class"
+        "LAYOUT; at least two classes, found 2 files and no folder of a class with images"
     );
-    assert_eq!(found(&["cat/a.jpg"], ""), "LAYOUT; at least two classes, found one folder of a class, cat");
+    assert_eq!(
+        found(&["cat/a.jpg"], ""),
+        "LAYOUT; at least two classes, found images in one folder of a class, cat"
+    );
     // Images of no class are not classes called train and test.
     assert_eq!(
         found(&["train/a.jpg", "test/a.jpg"], "train"),
-        "LAYOUT; at least two classes, found 1 files and no folder of a class"
+        "LAYOUT; at least two classes, found one file and no folder of a class with images"
     );
     assert_eq!(
         found(&["train/cat/a.jpg", "train/dog/a.jpg", "val/a.jpg"], "val"),
@@ -174,14 +188,19 @@ fn other_layouts_are_refused_with_what_is_expected() {
         "class: expected a class of the training part, found one that it lacks"
     );
     assert_eq!(
-        found(&["cat/a.jpg", "dog/a.txt"], "dog"),
-        "contents: expected images, files that end in jpg, jpeg, jpe, jfif, png, tif, tiff, webp, bmp, found none"
+        found(&["cat/a.jpg", "dog/a.txt"], ""),
+        "LAYOUT; at least two classes, found images in one folder of a class, cat"
+    );
+    assert_eq!(
+        found(&["cat/a.txt", "dog/a.txt"], ""),
+        "LAYOUT; at least two classes, found folders without images"
     );
     let none = tempfile::tempdir().unwrap().path().join("none");
     assert!(refusal(load(&none)).starts_with(&format!("cannot list {}: ", none.display())));
     let folder = tempfile::tempdir().unwrap();
     for class in 0..=MAX_CLASSES {
-        fs::create_dir(folder.path().join(class.to_string())).unwrap();
+        let class = folder.path().join(class.to_string());
+        fs::create_dir(&class).and_then(|()| fs::write(class.join("a.jpg"), "")).unwrap();
     }
     assert_eq!(refusal_in(folder.path(), ""), "classes: expected 2 to 4096 folders of classes, found 4097");
 }

@@ -1,0 +1,227 @@
+//! What a run begins with, as a few lines: the data, the model and how it is trained.
+
+use std::collections::BTreeMap;
+
+use crate::Device;
+use crate::nn::data::photos;
+use crate::nn::data::{Dataset, class_counts};
+use crate::nn::data_parallel::Sampler;
+use crate::nn::modules::ConvBnMode;
+use crate::nn::training::TrainingConfig;
+use crate::nn::{Init, ModuleExt};
+use convoke_files::escaped;
+
+use super::console::Console;
+use super::dataset;
+use super::failure::Result;
+use super::flags::augment::Augment;
+use super::flags::recipe::ScheduleName;
+use super::flags::values::name;
+use super::ranks::Rank;
+use super::run::Run;
+use super::text::{counted, thousands};
+
+/// Classes that are listed; of more, the smallest and the largest.
+const LISTED: usize = 12;
+/// Photographs whose sizes are looked at.
+const LOOKED_AT: usize = 64;
+/// With fewer photographs to train on, a class is hardly learnt.
+const FEW: u64 = 10;
+/// A class is rare if the most frequent one is so many times as frequent.
+const RARE: u64 = 4;
+
+/// What is known of a run's model and steps.
+pub(crate) struct Overview<'a> {
+    pub(crate) config: &'a TrainingConfig,
+    pub(crate) parameters: usize,
+    pub(crate) batches: usize,
+    pub(crate) steps: u64,
+}
+
+/// Shows what a run begins with. Only the first rank does.
+pub(crate) fn show(run: &Run, rank: &Rank<'_>, overview: Overview<'_>) -> Result<()> {
+    if rank.is_first() {
+        let lines = lines(run, rank, &overview)?;
+        lines.iter().for_each(|line| rank.console.line(line));
+    }
+    Ok(())
+}
+
+/// Shows what a run would begin with, which needs no more than the data.
+pub(crate) fn of_plan(run: &Run, rank: &Rank<'_>) -> Result<()> {
+    let data = rank.data.train.as_ref();
+    let balanced = || dataset::balanced_weights(data, rank.console);
+    let config = run.config(ConvBnMode::Fused, data.len(), balanced)?;
+    let mut options = run.model.options(ConvBnMode::Fused);
+    (options.image, options.classes) = (data.info().shape(), data.info().classes);
+    let model = run.model.build(&Init::new(&Device::cpu()?, run.seed), &options)?;
+    let batches = Sampler::batches_of(data.len(), config.batch_size);
+    let overview = Overview {
+        config: &config,
+        parameters: model.parameter_count(),
+        batches,
+        steps: run.length.total_steps(batches),
+    };
+    show(run, rank, overview)
+}
+
+fn lines(run: &Run, rank: &Rank<'_>, overview: &Overview<'_>) -> Result<Vec<String>> {
+    let mut lines = Vec::new();
+    // Noise has been told of when it was made.
+    if run.source.spec.is_some() {
+        lines.extend(data_lines(run, rank)?);
+    }
+    let Overview { config, parameters, batches, steps } = *overview;
+    let weights = match &run.weights {
+        Some(file) => format!("weights of {}", escaped(file.display())),
+        None => "random weights".into(),
+    };
+    lines.push(format!("model: {}, {}, {weights}", run.model, counted(parameters, "parameter")));
+    let schedule = run.recipe.schedule_name(run.length.is_open());
+    let rate = config.rule.learning_rate();
+    let rate = match schedule {
+        ScheduleName::Constant => format!("learning rate {rate}"),
+        other => format!("learning rate {rate} at most ({})", name(other)),
+    };
+    let length = match run.length.epochs {
+        Some(epochs) if steps == epochs.saturating_mul(batches as u64) => {
+            let (epochs, steps) = (counted(epochs as usize, "epoch"), counted(batches, "step"));
+            format!("{epochs} of {steps}")
+        }
+        _ => counted(steps as usize, "step"),
+    };
+    lines.push(format!(
+        "recipe: {}, {rate}, {length}, {} each",
+        config.rule.name(),
+        counted(config.batch_size, "image")
+    ));
+    Ok(lines)
+}
+
+fn data_lines(run: &Run, rank: &Rank<'_>) -> Result<Vec<String>> {
+    let (train, validation) = (rank.data.train.as_ref(), rank.data.test.as_ref());
+    let (info, is_of_photos) = (train.info(), train.photos().is_some());
+    let what = if is_of_photos { "photograph" } else { "image" };
+    let title = escaped(run.source.title()).to_string();
+    let classes = match info.targets.are_classes() {
+        true => format!(", {}", counted_classes(info.classes)),
+        false => String::new(),
+    };
+    let [all, train_len, validation_len] =
+        [train.len() + validation.len(), train.len(), validation.len()].map(thousands);
+    let mut lines = vec![format!(
+        "data: {title}, {all} {what}s{classes}; {train_len} to train, {validation_len} to validate{}",
+        chosen(train, validation)
+    )];
+    if info.targets.are_classes() && !info.targets.are_of_pixels() {
+        lines.extend(class_lines(train, validation, rank.console)?);
+    }
+    if is_of_photos {
+        lines.extend(size_line(train));
+        let flips = match run.source.augment {
+            Augment::None => "shown as they are",
+            _ => "varied at random (--augment none shows them as they are)",
+        };
+        let [_, height, width] = info.shape();
+        lines.push(format!("  the model sees {height} x {width} pixels, {flips}"));
+    }
+    lines.extend(ignored(train.skipped().iter().chain(validation.skipped())));
+    Ok(lines)
+}
+
+fn counted_classes(count: usize) -> String {
+    format!("{} class{}", thousands(count), if count == 1 { "" } else { "es" })
+}
+
+/// How validation was chosen, if the folder does not say it.
+fn chosen(train: &dyn Dataset, validation: &dyn Dataset) -> String {
+    let parent = |data: &dyn Dataset| Some(data.file(0)?.parent()?.to_owned());
+    let is_split = train.photos().is_some() && parent(train).is_some() && parent(train) == parent(validation);
+    if is_split { " (chosen by --seed; --validation says how many)".into() } else { String::new() }
+}
+
+/// How many images the classes have, and what to do about it.
+fn class_lines(train: &dyn Dataset, validation: &dyn Dataset, console: &Console) -> Result<Vec<String>> {
+    let count = |data: &dyn Dataset| {
+        class_counts(data, &console.data_progress())
+            .map_err(|error| dataset::failure(error.into(), "", "interrupted before the first step"))
+    };
+    let (train_counts, validation_counts) = (count(train)?, count(validation)?);
+    let label = |class: usize| match train.class_names().get(class) {
+        Some(name) => escaped(name).to_string(),
+        None => class.to_string(),
+    };
+    let all = |class: usize| train_counts[class] + validation_counts[class];
+    let mut order: Vec<usize> = (0..train_counts.len()).collect();
+    let mut lines = Vec::new();
+    let text = |classes: &[usize]| {
+        let texts =
+            classes.iter().map(|&class| format!("{} {}", label(class), thousands(all(class) as usize)));
+        texts.collect::<Vec<_>>().join(", ")
+    };
+    if order.len() <= LISTED {
+        lines.push(format!("  {}", text(&order)));
+    } else {
+        order.sort_by_key(|&class| all(class));
+        lines.push(format!("  from {} to {}", text(&order[..3]), text(&order[order.len() - 1..])));
+    }
+    let most = train_counts.iter().copied().max().unwrap_or(0);
+    let listed = |classes: &[usize]| {
+        let names: Vec<String> = classes.iter().take(5).map(|&class| label(class)).collect();
+        let more = classes.len().saturating_sub(5);
+        names.join(", ") + &if more > 0 { format!(" and {more} more") } else { String::new() }
+    };
+    let few: Vec<usize> = (0..train_counts.len()).filter(|&class| train_counts[class] < FEW).collect();
+    if !few.is_empty() {
+        lines.push(format!(
+            "  warning: fewer than {FEW} to train on for {}: add photographs, or expect it to be mistaken for others",
+            listed(&few)
+        ));
+    }
+    let rare: Vec<usize> =
+        (0..train_counts.len()).filter(|&class| train_counts[class].saturating_mul(RARE) <= most).collect();
+    if !rare.is_empty() {
+        lines.push(format!(
+            "  warning: {} {} rare beside the others: --class-weights balanced lets rare classes count as much as common ones",
+            listed(&rare),
+            if rare.len() == 1 { "is" } else { "are" }
+        ));
+    }
+    Ok(lines)
+}
+
+/// The sizes of some photographs, evenly spread over all.
+fn size_line(data: &dyn Dataset) -> Option<String> {
+    let len = data.len();
+    let files = (0..len.min(LOOKED_AT)).filter_map(|index| data.file(index * len / len.min(LOOKED_AT)));
+    // What cannot be read is told when it is trained on.
+    let mut sizes: Vec<[usize; 2]> = files.filter_map(|file| photos::size(&file).ok()).collect();
+    sizes.sort_by_key(|[height, width]| height * width);
+    let [height, width] = sizes.first()?;
+    match sizes.last()? {
+        last if last == &[*height, *width] => Some(format!("  of {height} x {width} pixels")),
+        [most_height, most_width] => {
+            Some(format!("  of {height} x {width} to {most_height} x {most_width} pixels"))
+        }
+    }
+}
+
+/// What was left out of a folder, by why.
+fn ignored<'a>(skipped: impl Iterator<Item = &'a (std::path::PathBuf, String)>) -> Vec<String> {
+    let mut kinds: BTreeMap<String, usize> = BTreeMap::new();
+    for (file, _) in skipped {
+        if let Some(kind) = dataset::unread_kind(file) {
+            *kinds.entry(kind).or_default() += 1;
+        }
+    }
+    if kinds.is_empty() {
+        return Vec::new();
+    }
+    let counts: Vec<String> =
+        kinds.iter().map(|(kind, count)| format!("{} .{kind}", thousands(*count))).collect();
+    let first = kinds.keys().next().expect("it is not empty");
+    vec![format!(
+        "  ignored: {}, which are not read; ImageMagick converts them: `magick mogrify -format jpg *.{first}`",
+        counts.join(", ")
+    )]
+}

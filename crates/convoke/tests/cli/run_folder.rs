@@ -1,0 +1,237 @@
+//! `convoke train FOLDER`: what is found in a folder, the run's own folder, and going on with it by `--resume` alone.
+
+use std::fs;
+use std::path::Path;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use convoke_testkit::Failures;
+
+use super::program::{Outcome, command, contents, outcome, photographs, scenes, text, tiny_mnist};
+
+/// The program, run in a folder.
+fn convoke_in(folder: &Path, args: &[&str]) -> Outcome {
+    let mut program = command(args);
+    program.current_dir(folder);
+    outcome(program)
+}
+
+/// Flags that keep runs short.
+const SHORT: [&str; 8] =
+    ["--image-size", "32", "--batch-size", "4", "--effort", "heuristic", "--threads", "1"];
+
+/// A folder with photographs of ten a class.
+fn with_photos() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    photographs(&folder.path().join("photos"), 10);
+    folder
+}
+
+fn train(folder: &Path, args: &[&str]) -> Outcome {
+    convoke_in(folder, &[&["train", "photos"], &SHORT[..], args].concat())
+}
+
+/// The files of a run that two equal runs have in common.
+fn results(run: &Path) -> Vec<Vec<u8>> {
+    ["best.safetensors", "last.safetensors", "metrics.jsonl"]
+        .map(|name| fs::read(run.join(name)).unwrap())
+        .into()
+}
+
+#[test]
+fn runs_have_folders_with_numbers_and_their_flags() {
+    let folder = with_photos();
+    let here = folder.path();
+    let first =
+        train(here, &["--epochs", "1", "--trivial-augment", "--freeze", "conv1", "--freeze", "layer1"])
+            .exits(0);
+    for words in ["run: runs/photos-1", "sand 10, sky 10", "16 to train, 4 to validate", "1 epoch of 4 steps"]
+    {
+        assert!(first.stderr.contains(words), "no {words} in {}", first.stderr);
+    }
+    train(here, &["--epochs", "1", "--seed", "2"]).exits(0);
+    let settings = fs::read_to_string(here.join("runs/photos-1/run.toml")).unwrap();
+    for line in
+        ["data = \"folder\"", "epochs = 1", "freeze = [\"conv1\", \"layer1\"]", "trivial-augment = true"]
+    {
+        assert!(settings.lines().any(|found| found == line), "no {line} in {settings}");
+    }
+    assert!(!settings.contains("seed") && settings.contains(text(&here.join("photos"))), "{settings}");
+    assert!(fs::read_to_string(here.join("runs/photos-2/run.toml")).unwrap().contains("seed = 2"));
+    // Another run with the same flags but one.
+    let other =
+        convoke_in(here, &["train", "--config", "runs/photos-1/run.toml", "--batch-size", "8"]).exits(0);
+    assert!(
+        other.stderr.contains("runs/photos-3") && other.stderr.contains("8 images each"),
+        "{}",
+        other.stderr
+    );
+    // What nobody wants to keep.
+    let before = contents(here);
+    train(here, &["--steps", "1", "--no-output"]).exits(0);
+    convoke_in(here, &["train", "random", "--model", "resnet20", "--batch-size", "2", "--steps", "1"])
+        .exits(0);
+    train(here, &["--dry-run"]).exits(0);
+    assert!(contents(here) == before);
+}
+
+#[test]
+fn resume_alone_goes_on_to_the_same_bits() {
+    let folder = with_photos();
+    let here = folder.path();
+    let flags = ["--epochs", "6", "--ema", "0.9", "--mixup", "0.2", "--class-weights", "balanced"];
+    train(here, &[&flags[..], &["--output", "whole"]].concat()).exits(0);
+    // Killed without a word, once it has saved an epoch.
+    let mut program = command(&[&["train", "photos"], &SHORT[..], &flags].concat());
+    program.current_dir(here).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut child = program.spawn().unwrap();
+    let run = here.join("runs/photos-1");
+    let start = Instant::now();
+    let has_saved = || {
+        let mut names = fs::read_dir(run.join("checkpoint")).into_iter().flatten().flatten();
+        names.any(|entry| entry.file_name().to_string_lossy().starts_with("step-"))
+    };
+    while !has_saved() && start.elapsed() < Duration::from_secs(120) {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let resumed = convoke_in(here, &["train", "--resume", "--threads", "2"]).exits(0);
+    assert!(resumed.stderr.contains("resumed after step"), "{}", resumed.stderr);
+    assert!(results(&run) == results(&here.join("whole")));
+    // From elsewhere, by its folder; longer than it was.
+    let elsewhere = tempfile::tempdir().unwrap();
+    let longer = convoke_in(elsewhere.path(), &["train", "--resume", text(&run), "--epochs", "7"]).exits(0);
+    assert!(longer.stderr.contains("resumed after step 24 of 28"), "{}", longer.stderr);
+    assert_eq!(contents(elsewhere.path()).len(), 0);
+}
+
+#[test]
+fn what_a_resumed_run_keeps_is_refused_by_name() {
+    let folder = with_photos();
+    let here = folder.path();
+    train(here, &["--epochs", "1"]).exits(0);
+    convoke_in(here, &["train", "photos", "--steps", "1", "--no-output"]).exits(0);
+    let before = contents(here);
+    let mut failures = Failures::new("resumed with other flags");
+    let cases: [(&[&str], &[&str]); 9] = [
+        (
+            &["--batch-size", "8"],
+            &["--batch-size 8", "begun with 4", "--config runs/photos-1/run.toml --batch-size 8"],
+        ),
+        (&["--lr", "0.5"], &["--lr 0.5", "its default"]),
+        (&["--model", "mobilenet-v2"], &["--model mobilenet-v2"]),
+        (&["--image-size", "64"], &["--image-size 64", "begun with 32"]),
+        (&["--mixup", "0.2"], &["--mixup 0.2"]),
+        (&["--seed", "3"], &["--seed 3"]),
+        (&["--nesterov"], &["--nesterov"]),
+        (&["--output", "other"], &["--resume and --output name two runs"]),
+        (&["--config", "runs/photos-1/run.toml"], &["--config", "cannot be used with", "--resume"]),
+    ];
+    for (args, needles) in cases {
+        let refused = convoke_in(here, &[&["train", "--resume", "runs/photos-1"], args].concat());
+        failures.check(format!("{args:?}"), refused.check(2, needles));
+    }
+    for (run, needles) in [("nowhere", &["no folder nowhere"][..]), ("photos", &["photos", "no run.toml"])] {
+        failures.check(run, convoke_in(here, &["train", "--resume", run]).check(2, needles));
+    }
+    failures.finish();
+    assert!(contents(here) == before);
+}
+
+/// A file of settings may come from a stranger, and from a hasty user.
+#[test]
+fn files_of_settings_are_checked() {
+    let folder = with_photos();
+    let here = folder.path();
+    let mut failures = Failures::new("files of settings");
+    for (settings, needles) in [
+        ("epoch = 3", &["f.toml", "epoch is no flag", "did you mean epochs?"][..]),
+        ("epochs = \"many\"", &["f.toml", "'many'", "--epochs"]),
+        ("epochs = [1, 2]", &["f.toml", "--epochs", "multiple times"]),
+        ("epochs = { a = 1 }", &["f.toml", "epochs: expected a number"]),
+        ("report = \"/etc/passwd\"", &["f.toml", "report is no setting"]),
+        ("output = \"/etc\"", &["f.toml", "output is no setting"]),
+        ("profile = \"x\"", &["f.toml", "profile is no setting"]),
+        ("json = \"x\"", &["f.toml", "json is no setting"]),
+        ("download = true", &["f.toml", "download is no setting"]),
+        ("epochs = ", &["f.toml", "TOML"]),
+        ("\u{1b}[31m = 1", &["f.toml"]),
+        ("memory-budget = 220", &["f.toml", "220MB?"]),
+    ] {
+        fs::write(here.join("f.toml"), settings).unwrap();
+        let refused = convoke_in(here, &["train", "photos", "--config", "f.toml"]);
+        assert!(!refused.stderr.contains('\u{1b}'), "{:?}", refused.stderr);
+        failures.check(settings, refused.check(2, needles));
+    }
+    fs::create_dir(here.join("d.toml")).unwrap();
+    for file in ["none.toml", "d.toml"] {
+        failures.check(file, convoke_in(here, &["train", "photos", "--config", file]).check(1, &[file]));
+    }
+    failures.finish();
+    assert!(!here.join("runs").exists());
+}
+
+#[test]
+fn the_kind_of_a_folder_is_seen() {
+    let folder = with_photos();
+    let here = folder.path();
+    scenes(&here.join("scenes"));
+    fs::create_dir(here.join("digits")).unwrap();
+    let says = |args: &[&str], words: &[&str]| {
+        let said = convoke_in(here, &[&["train", "--dry-run"], args].concat()).exits(0).stderr;
+        words.iter().for_each(|words| assert!(said.contains(words), "{args:?}: no {words} in {said}"));
+    };
+    says(
+        &["photos"],
+        &["data: photos, 20 photographs, 2 classes", "model: resnet18", "40 x 60 to 64 x 44 pixels"],
+    );
+    says(&["scenes"], &["data: scenes, 8 photographs", "6 to train, 2 to validate", "model: segnet"]);
+    says(&[text(tiny_mnist())], &["data: mnist, 140 images, 10 classes", "model: mnist-cnn"]);
+    // A name is a data set, also where a folder is called so.
+    says(&["digits"], &["data: digits, 70,000 images"]);
+    for (args, needles) in [
+        (&["phtos"][..], &["no folder is called phtos", "did you mean photos?"][..]),
+        (&["mnits"], &["did you mean mnist?"]),
+        (&["photos/sky/0.png"], &["is a file"]),
+        (&["digits", "--data", "mnist"], &["--data mnist", "DATA is digits already"]),
+        (&["photos", "--data-dir", "photos"], &["--data-dir"]),
+    ] {
+        convoke_in(here, &[&["train"], args].concat()).check(2, needles).unwrap();
+    }
+}
+
+#[test]
+fn what_is_odd_in_a_folder_is_told() {
+    let folder = with_photos();
+    let here = folder.path();
+    let photos = here.join("photos");
+    for name in ["sky/a.heic", "sky/b.HEIC", "sand/c.gif", "sand/notes.txt"] {
+        fs::write(photos.join(name), "x").unwrap();
+    }
+    fs::create_dir(photos.join("empty")).unwrap();
+    photographs(&here.join("few"), 3);
+    let said = train(here, &["--dry-run"]).exits(0).stderr;
+    for words in ["ignored: 1 .gif, 2 .heic", "magick mogrify", "empty: a class without images", "2 classes"]
+    {
+        assert!(said.contains(words), "no {words} in {said}");
+    }
+    fs::rename(here.join("few/sky"), photos.join("rare")).unwrap();
+    let said = train(here, &["--dry-run"]).exits(0).stderr;
+    for words in ["fewer than 10 to train on for", "rare is rare beside the others: --class-weights balanced"]
+    {
+        assert!(said.contains(words), "no {words} in {said}");
+    }
+    // A class that only validation has, and a folder without classes.
+    let split = here.join("split");
+    for (from, to) in [("sky", "train/sky"), ("sand", "train/sand"), ("rare", "val/rare")] {
+        fs::create_dir_all(split.join(to).parent().unwrap()).unwrap();
+        fs::rename(photos.join(from), split.join(to)).unwrap();
+    }
+    convoke_in(here, &["train", "split"])
+        .check(1, &["split/val/rare", "Each class needs a folder of the same name in train"])
+        .unwrap();
+    convoke_in(here, &["train", "split/train/sky"])
+        .check(1, &["no folder of a class", "photos/cat/1.jpg"])
+        .unwrap();
+}
