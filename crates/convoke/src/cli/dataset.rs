@@ -10,12 +10,15 @@ use super::console::Console;
 use super::failure::{Failure, Result};
 use super::registry::{Data, RANDOM};
 use super::run::Run;
-use super::{fits, places};
+use super::{fits, places, published};
 
 /// Loads what the flags ask for, if the model can be trained on it. `processes` is how many processes load it and share the memory.
 pub(crate) fn load(run: &Run, processes: usize, console: &Console) -> Result<Datasets> {
     check_names(run)?;
     check_photo_flags(run)?;
+    if run.is_from_imagenet {
+        published::provide(&run.model, run.source.download, console)?;
+    }
     let data = match run.source.spec {
         None => {
             check_generated(run, RANDOM)?;
@@ -50,7 +53,7 @@ fn check_names(run: &Run) -> Result<()> {
 
 /// Fails if the flags ask for files of a data set that has none.
 fn check_generated(run: &Run, name: &str) -> Result<()> {
-    if run.source.download {
+    if run.source.download && !run.is_from_imagenet {
         let message = format!("--download: {name} is generated; --data mnist can be downloaded");
         return Err(Failure::Usage(message));
     }
@@ -71,7 +74,8 @@ fn load_named(spec: &DatasetSpec, run: &Run, processes: usize, console: &Console
         let own = run.source.folder(spec).ok_or_else(|| {
             Failure::Usage("this system has no folder for data: name one with --data-dir".into())
         })?;
-        if run.source.download {
+        let is_for_weights = run.is_from_imagenet && !spec.can_be_downloaded();
+        if run.source.download && !is_for_weights {
             if !spec.can_be_downloaded() {
                 let message =
                     format!("--download: {spec} cannot be downloaded: name its folder with --data-dir");
@@ -168,7 +172,7 @@ fn generate_noise(run: &Run, console: &Console) -> Result<Datasets> {
 }
 
 /// The proxy that the environment names, by the usual variables.
-fn proxy() -> Option<String> {
+pub(crate) fn proxy() -> Option<String> {
     let names = ["https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"];
     names.iter().find_map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
 }

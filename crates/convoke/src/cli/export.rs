@@ -4,14 +4,18 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use clap::{Args, value_parser};
+use convoke_files::escaped;
 
 use crate::Device;
 use crate::nn::graph::Dimension;
-use crate::nn::{checkpoint, onnx};
+use crate::nn::{Init, Module, ModuleExt, checkpoint, onnx};
+use crate::{MemoryFormat, inference_mode};
 
 use super::failure::{Failure, Result};
 use super::flags::values::{ImageSize, image_size};
-use super::{console, open_model, output};
+use super::model_file::is_onnx;
+use super::open_model::OpenModel;
+use super::{console, open_model, output, usage};
 
 /// Which model goes to which file.
 #[derive(Args)]
@@ -40,21 +44,66 @@ pub(crate) struct ExportArgs {
 
 pub(crate) fn run(args: &ExportArgs) -> Result<()> {
     output::check("--to", Some(&args.to))?;
-    let mut model = open_model::open(&args.model, &Device::cpu()?)?;
+    let device = Device::cpu()?;
+    let mut model = open_model::open(&args.model, &device)?;
     let folded = if args.fold { model.module.fold()? } else { 0 };
     match args.to.extension().and_then(|extension| extension.to_str()) {
         Some("safetensors") => checkpoint::save_model(model.module.as_ref(), &args.to)?,
         Some("onnx") => to_onnx(args, &model)?,
         _ => return Err(Failure::Usage("--to names a file that ends in .onnx or .safetensors".into())),
     }
+    let checked = check(args, &model, &device)?;
     if args.fold {
         console::note(&format!("{folded} batch norms were joined to the convolutions before them"));
     }
     output::announce("--to", &args.to);
-    Ok(())
+    if let Some(checked) = checked {
+        console::note(&format!("checked: the file was read again, and {checked}"));
+    }
+    match &model.card {
+        Some(card) if is_onnx(&args.to) => usage::write(&args.to, card),
+        _ => Ok(()),
+    }
 }
 
-fn to_onnx(args: &ExportArgs, model: &open_model::OpenModel) -> Result<()> {
+/// Reads the file again, and compares what its model gives for noise; says how far apart both are. `None` if it holds no more than
+/// arrays, or images of no known size.
+///
+/// # Errors
+/// If they differ by more than rounding; the file is removed then.
+fn check(args: &ExportArgs, model: &OpenModel, device: &Device) -> Result<Option<String>> {
+    let Some([channels, height, width]) = model.image.filter(|_| is_onnx(&args.to)) else { return Ok(None) };
+    let [height, width] = args.image_size.map_or([height, width], |ImageSize(size)| size);
+    let read = open_model::open(&args.to, device)?;
+    model.module.eval();
+    read.module.eval();
+    let noise = Init::new(device, 1).normal(&[2, channels, height, width], 1.0)?.value();
+    let outputs = |module: &dyn Module| -> Result<Vec<f32>> {
+        let output = inference_mode(|| module.forward(&noise))?;
+        Ok(output.to_format(MemoryFormat::Contiguous)?.to_vec()?)
+    };
+    let (own, other) = (outputs(model.module.as_ref())?, outputs(read.module.as_ref())?);
+    let scale = own.iter().fold(1.0_f32, |most, value| most.max(value.abs()));
+    let apart = own.iter().zip(&other).map(|(own, other)| (own - other).abs() / scale);
+    // Written so that NaN fails, unless both are.
+    let worst = apart.fold(0.0_f32, |worst, apart| if apart <= worst { worst } else { apart });
+    if own.len() != other.len() || !(worst <= CLOSE) {
+        let _ = std::fs::remove_file(&args.to);
+        return Err(Failure::Run(format!(
+            "{} was read again and gives other outputs, {worst:.1e} apart, so it was removed: please report this",
+            escaped(args.to.display())
+        )));
+    }
+    Ok(Some(match worst {
+        0.0 => "its outputs are the same".into(),
+        worst => format!("its outputs differ by at most {worst:.1e}"),
+    }))
+}
+
+/// How far apart outputs of one model may be, in parts of the largest.
+const CLOSE: f32 = 1e-4;
+
+fn to_onnx(args: &ExportArgs, model: &OpenModel) -> Result<()> {
     let recorded;
     let graph = match model.graph() {
         Some(graph) => graph,

@@ -16,7 +16,7 @@ use crate::{Device, DeviceOptions, Isa};
 use super::failure::{Failure, Result};
 use super::flags::values::{ImageSize, image_size};
 use super::registry::datasets;
-use super::{console, open_model, places, system, text};
+use super::{console, open_model, places, published, system, text};
 
 /// What to show.
 #[derive(Args)]
@@ -65,6 +65,11 @@ fn of_model(path: &Path, size: Option<[usize; 2]>) -> Result<()> {
         text::bytes(4.0 * parameters as f64),
         text::thousands(buffers.sum())
     ));
+    if model.card.is_none()
+        && let Some(published) = published::of(&model.name)
+    {
+        lines.push_str(&format!("{}\n", published.about()));
+    }
     console::print(&format!("model {}\n{lines}", escaped(&model.name)))
 }
 

@@ -54,6 +54,7 @@ mod plan;
 mod predict;
 mod problems;
 mod profile;
+mod published;
 mod quality;
 mod ranks;
 mod record;
@@ -69,6 +70,7 @@ mod tensorboard;
 mod text;
 mod train;
 mod tune;
+mod usage;
 
 use std::io::Write;
 use std::process::ExitCode;

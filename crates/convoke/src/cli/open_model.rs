@@ -19,7 +19,7 @@ use super::console;
 use super::failure::{Failure, Result};
 use super::model_file::{is_onnx, spec};
 use super::model_folder::{BEST, CARD, GRAPH, LAST};
-use super::registry::{model, models};
+use super::registry::{find_model, models};
 
 type Module = dyn crate::nn::Module;
 
@@ -82,7 +82,8 @@ pub(crate) fn open(path: &Path, device: &Device) -> Result<OpenModel> {
     }
     let spec = named(&name)?;
     let options = spec.options(ConvBnMode::Fused);
-    Ok(OpenModel { name, module: spec.build(&init, &options)?, image: Some(spec.input()), card: None })
+    let (name, module) = (spec.name().to_owned(), spec.build(&init, &options)?);
+    Ok(OpenModel { name, module, image: Some(spec.input()), card: None })
 }
 
 /// Opens MODEL to use it: as [`open`], but a name alone is no trained model.
@@ -152,6 +153,25 @@ fn weights_in(folder: &Path) -> Result<PathBuf> {
     })
 }
 
+/// The model of a run, and the file of its weights: those of the best epoch, or without one the last ones.
+///
+/// # Errors
+/// If the folder holds no run with weights.
+pub(crate) fn of_run(folder: &Path) -> Result<(ModelSpec, PathBuf)> {
+    let file = folder.join(CARD);
+    if !file.is_file() {
+        let folder = escaped(folder.display());
+        return Err(Failure::Usage(format!("--weights: {folder} is no folder of a run: it holds no {CARD}")));
+    }
+    let card = ModelCard::read(&file)?;
+    check_inside(&card, &file)?;
+    let spec = match Path::new(&card.model) {
+        model if is_onnx(model) => spec(&folder.join(model)).map_err(Failure::Run)?,
+        _ => named(&card.model)?,
+    };
+    Ok((spec, weights_in(folder)?))
+}
+
 /// A new model for what a card describes; the path of an ONNX file is one below `folder`.
 fn build(card: &ModelCard, folder: &Path, device: &Device) -> Result<(ModelSpec, Box<Module>)> {
     let spec = match Path::new(&card.model) {
@@ -204,8 +224,8 @@ fn foreign(spec: &ModelSpec) -> Result<ModelCard> {
 }
 
 fn named(name: &str) -> Result<ModelSpec> {
-    if models().get(name).is_ok() {
-        return Ok(model(name));
+    if let Some(model) = find_model(name) {
+        return Ok(model);
     }
     let known = models().names().collect::<Vec<_>>().join(", ");
     let name = escaped(name);

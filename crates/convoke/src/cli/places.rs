@@ -9,6 +9,11 @@ pub(crate) fn default_dataset_folder(name: &str) -> Option<PathBuf> {
     directories::ProjectDirs::from("", "", "convoke").map(|dirs| dirs.data_local_dir().join(name))
 }
 
+/// Where weights lie that were fetched by name.
+pub(crate) fn default_weights_folder() -> Option<PathBuf> {
+    default_dataset_folder("weights")
+}
+
 /// Where the files of the data set of this name are: in the folder that is given, or in its default folder.
 pub(crate) fn dataset_folder(given: Option<&Path>, name: &str) -> Option<PathBuf> {
     given.map(Path::to_owned).or_else(|| default_dataset_folder(name))

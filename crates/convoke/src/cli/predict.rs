@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt::Write as _;
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -27,7 +28,8 @@ pub(crate) struct PredictArgs {
     #[arg(value_name = "MODEL")]
     model: PathBuf,
 
-    /// Images (JPEG, PNG, TIFF, WebP, BMP), and folders of them at any depth.
+    /// Images (JPEG, PNG, GIF, TIFF, WebP, BMP), and folders of them at any depth. `-` is standard input: an image, or names of images and
+    /// folders, one a line.
     #[arg(value_name = "IMAGE", required = true)]
     images: Vec<PathBuf>,
 
@@ -52,6 +54,8 @@ pub(crate) struct PredictArgs {
 /// An image to look at.
 struct Image {
     file: PathBuf,
+    /// Its contents, if it came by standard input.
+    bytes: Option<Arc<[u8]>>,
     /// The path of its mask below the folder of masks, without an ending.
     name: PathBuf,
 }
@@ -132,7 +136,20 @@ pub(crate) fn run(args: &PredictArgs) -> Result<()> {
 fn images(args: &PredictArgs, console: &Console) -> Result<Vec<Image>> {
     let progress = console.data_progress();
     let mut images = Vec::new();
+    let mut paths: Vec<PathBuf> = Vec::new();
     for path in &args.images {
+        if path != Path::new(STDIN) {
+            paths.push(path.clone());
+            continue;
+        }
+        match read_stdin()? {
+            Stdin::Image(bytes) => {
+                images.push(Image { file: STDIN.into(), bytes: Some(bytes), name: "stdin".into() });
+            }
+            Stdin::Names(names) => paths.extend(names),
+        }
+    }
+    for path in &paths {
         if path.is_dir() {
             let Listed { files, unread } = images_below(path, args.using.follow_links, &progress)?;
             dataset::report_skipped(&path.display().to_string(), &unread, console);
@@ -141,16 +158,51 @@ fn images(args: &PredictArgs, console: &Console) -> Result<Vec<Image>> {
             }
             images.extend(files.into_iter().map(|file| {
                 let name = file.strip_prefix(path).unwrap_or(&file).with_extension("");
-                Image { file, name }
+                Image { file, bytes: None, name }
             }));
         } else if path.exists() {
             let name = PathBuf::from(path.file_stem().unwrap_or_default());
-            images.push(Image { file: path.clone(), name });
+            images.push(Image { file: path.clone(), bytes: None, name });
         } else {
             return Err(Failure::Run(format!("{}: no such file or folder", escaped(path.display()))));
         }
     }
     Ok(images)
+}
+
+/// The argument that is standard input.
+const STDIN: &str = "-";
+/// As many bytes as a file of an image may have.
+const MOST_BYTES: u64 = 1 << 30;
+
+/// What came by standard input.
+enum Stdin {
+    Image(Arc<[u8]>),
+    /// Names of images and folders, one a line.
+    Names(Vec<PathBuf>),
+}
+
+/// Reads standard input to its end. Text is names: images are none.
+fn read_stdin() -> Result<Stdin> {
+    let mut bytes = Vec::new();
+    let read = std::io::stdin().lock().take(MOST_BYTES + 1).read_to_end(&mut bytes);
+    read.map_err(|error| Failure::Run(format!("cannot read standard input: {error}")))?;
+    if bytes.len() as u64 > MOST_BYTES {
+        return Err(Failure::Run(format!("standard input has more than {MOST_BYTES} bytes")));
+    }
+    match std::str::from_utf8(&bytes) {
+        Ok(text) if !text.contains('\0') => {
+            let names: Vec<PathBuf> =
+                text.lines().filter(|line| !line.is_empty()).map(PathBuf::from).collect();
+            if names.is_empty() {
+                return Err(Failure::Run(
+                    "standard input is empty: it takes an image, or names of images".into(),
+                ));
+            }
+            Ok(Stdin::Names(names))
+        }
+        _ => Ok(Stdin::Image(bytes.into())),
+    }
 }
 
 /// Fails if two masks would have one name.
@@ -174,7 +226,7 @@ fn predict(
     console: &Console,
 ) -> Result<(Vec<Found>, BTreeMap<usize, String>)> {
     let noted = Arc::new(Mutex::new(Noted::default()));
-    let files: Vec<PathBuf> = images.iter().map(|image| image.file.clone()).collect();
+    let files: Vec<_> = images.iter().map(|image| (image.file.clone(), image.bytes.clone())).collect();
     let loader = loader(model, files, noted.clone(), model.workers(&args.using))?;
     let batch_size = args.using.batch_size as usize;
     let order: Vec<u32> = (0..images.len() as u32).collect();
@@ -212,16 +264,22 @@ fn predict(
 }
 
 /// Reads images as the model takes them. One that cannot be read is noted, and black in its batch.
-fn loader(model: &InUse, files: Vec<PathBuf>, noted: Arc<Mutex<Noted>>, workers: usize) -> Result<Loader> {
+fn loader(
+    model: &InUse,
+    files: Vec<(PathBuf, Option<Arc<[u8]>>)>,
+    noted: Arc<Mutex<Noted>>,
+    workers: usize,
+) -> Result<Loader> {
     let preparation = model.preparation();
     let info = DatasetInfo { targets: Targets::Image, name: "images".into(), ..model.info().clone() };
     preparation.check()?;
     let data = from_fn(info, files.len(), move |index, _| {
-        let read = |file: &Path, preparation: &Preparation| {
-            let photo = Photo::open(file)?;
+        let read = |file: &Path, bytes: Option<&[u8]>, preparation: &Preparation| {
+            let photo = bytes.map_or_else(|| Photo::open(file), |bytes| Photo::decode(bytes, file))?;
             Ok::<_, crate::nn::data::DataError>((photo.size(), photo.interleaved(preparation)?))
         };
-        let read = read(&files[index], &preparation);
+        let (file, bytes) = &files[index];
+        let read = read(file, bytes.as_deref(), &preparation);
         let mut noted = noted.lock().unwrap_or_else(PoisonError::into_inner);
         let bytes = match read {
             Ok((size, bytes)) => {

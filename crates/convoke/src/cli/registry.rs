@@ -97,6 +97,12 @@ pub(crate) fn model(name: &str) -> ModelSpec {
     models().get(name).unwrap_or_else(|error| panic!("{error}")).clone()
 }
 
+/// The model of this name, which may be written as torchvision does: `mobilenet_v2`.
+pub(crate) fn find_model(name: &str) -> Option<ModelSpec> {
+    let find = |name: &str| models().get(name).ok().cloned();
+    find(name).or_else(|| find(&name.replace('_', "-")))
+}
+
 /// Reads `--model`: the name of a model, or an ONNX file.
 pub(crate) fn model_parser() -> impl TypedValueParser<Value = ModelSpec> {
     ModelParser
@@ -119,6 +125,9 @@ impl TypedValueParser for ModelParser {
                 clap::Error::raw(clap::error::ErrorKind::ValueValidation, format!("{reason}\n"))
                     .with_cmd(command)
             });
+        }
+        if let Some(model) = value.to_str().and_then(find_model) {
+            return Ok(model);
         }
         PossibleValuesParser::new(models().names()).parse_ref(command, arg, value).map(|name| model(&name))
     }

@@ -26,6 +26,8 @@ pub(crate) struct Run {
     pub(crate) model: ModelSpec,
     /// The file of those weights, if they are not random.
     pub(crate) weights: Option<PathBuf>,
+    /// Whether these are weights for ImageNet that are known by name.
+    pub(crate) is_from_imagenet: bool,
     pub(crate) precision: Precision,
     pub(crate) source: DataSource,
     pub(crate) batch: BatchSize,

@@ -39,8 +39,7 @@ pub(crate) const OWN: [&str; 12] = [
     "help",
 ];
 /// Flags whose values are files or folders, which a run may be resumed far from.
-pub(crate) const PATHS: [&str; 6] =
-    ["data-dir", "weights", "memory-plan", "tuning-cache", "checkpoint", "tensorboard"];
+pub(crate) const PATHS: [&str; 5] = ["data-dir", "memory-plan", "tuning-cache", "checkpoint", "tensorboard"];
 
 /// The flags that a run was given, by name.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -81,7 +80,12 @@ impl Flag {
     }
 
     fn stored(&self, text: &str) -> Value {
-        let is_path = PATHS.contains(&self.name.as_str()) || self.name == "model" && is_onnx(Path::new(text));
+        // Models and weights may have names.
+        let is_path = match self.name.as_str() {
+            "model" => is_onnx(Path::new(text)),
+            "weights" => Path::new(text).exists(),
+            name => PATHS.contains(&name),
+        };
         if is_path
             && let Ok(path) = std::path::absolute(text)
             && let Some(path) = path.to_str()

@@ -1,6 +1,7 @@
 //! `convoke train FOLDER`: what is found in a folder, the run's own folder, and going on with it by `--resume` alone.
 
 use std::fs;
+use std::io::Write as _;
 use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -206,13 +207,13 @@ fn what_is_odd_in_a_folder_is_told() {
     let folder = with_photos();
     let here = folder.path();
     let photos = here.join("photos");
-    for name in ["sky/a.heic", "sky/b.HEIC", "sand/c.gif", "sand/notes.txt"] {
+    for name in ["sky/a.heic", "sky/b.HEIC", "sand/c.avif", "sand/notes.txt"] {
         fs::write(photos.join(name), "x").unwrap();
     }
     fs::create_dir(photos.join("empty")).unwrap();
     photographs(&here.join("few"), 3);
     let said = train(here, &["--dry-run"]).exits(0).stderr;
-    for words in ["ignored: 1 .gif, 2 .heic", "magick mogrify", "empty: a class without images", "2 classes"]
+    for words in ["ignored: 1 .avif, 2 .heic", "magick mogrify", "empty: a class without images", "2 classes"]
     {
         assert!(said.contains(words), "no {words} in {said}");
     }
@@ -234,4 +235,106 @@ fn what_is_odd_in_a_folder_is_told() {
     convoke_in(here, &["train", "split/train/sky"])
         .check(1, &["no folder of a class", "photos/cat/1.jpg"])
         .unwrap();
+}
+
+#[test]
+fn weights_of_another_run_are_taken() {
+    let folder = with_photos();
+    let here = folder.path();
+    train(here, &["--epochs", "1", "--model", "mobilenet_v2"]).exits(0);
+    // Three classes instead of two: all but the last layer is taken, and the model is the run's.
+    photographs(&here.join("more"), 4);
+    fs::rename(here.join("more/sky"), here.join("more/sea")).unwrap();
+    photographs(&here.join("more"), 4);
+    let more = [&["train", "more", "--weights", "runs/photos-1"], &SHORT[..], &["--epochs", "1"]].concat();
+    let said = convoke_in(here, &more).exits(0).stderr;
+    for words in [
+        "model: mobilenet-v2",
+        "weights of runs/photos-1/best.safetensors",
+        "weights: runs/photos-1/best.safetensors",
+    ] {
+        assert!(said.contains(words), "no {words} in {said}");
+    }
+    convoke_in(here, &["train", "--resume", "runs/more-1", "--epochs", "2"]).exits(0);
+    for (weights, needles) in [
+        ("photos", &["photos is no folder of a run", "model.json"][..]),
+        (
+            "imagenet",
+            &["resnet18-f37072fd.pth is not there", "--download", "https://download.pytorch.org/models/"],
+        ),
+    ] {
+        let refused = train(here, &["--weights", weights, "--dry-run"]);
+        assert!([1, 2].contains(&refused.code.unwrap()));
+        refused.check(refused.code.unwrap(), needles).unwrap();
+    }
+    train(here, &["--weights", "imagenet", "--model", "densenet121"])
+        .check(2, &["none are known for densenet121", "resnet18"])
+        .unwrap();
+    // A file of that name with other contents is not read.
+    let home = here.join("home");
+    fs::create_dir_all(home.join("convoke/weights")).unwrap();
+    fs::write(home.join("convoke/weights/resnet18-f37072fd.pth"), "not weights").unwrap();
+    let mut program = command(&["train", "photos", "--weights", "imagenet"]);
+    program.current_dir(here).env("XDG_DATA_HOME", &home);
+    outcome(program).check(1, &["resnet18-f37072fd.pth"]).unwrap();
+    assert!(!here.join("runs/photos-2").exists());
+}
+
+#[test]
+fn predict_reads_standard_input() {
+    let folder = with_photos();
+    let here = folder.path();
+    train(here, &["--epochs", "1"]).exits(0);
+    let with_input = |input: &[u8], args: &[&str]| {
+        let mut program = command(&[&["predict", "runs/photos-1", "--effort", "heuristic"], args].concat());
+        program.current_dir(here).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = program.spawn().unwrap();
+        child.stdin.take().unwrap().write_all(input).unwrap();
+        let output = child.wait_with_output().unwrap();
+        let text = |bytes| String::from_utf8(bytes).unwrap();
+        Outcome { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) }
+    };
+    let image = fs::read(here.join("photos/sky/0.png")).unwrap();
+    let by_name =
+        convoke_in(here, &["predict", "runs/photos-1", "photos/sky/0.png", "--effort", "heuristic"]);
+    let of = |line: &str| line.split_once(": ").unwrap().1.to_owned();
+    let found = with_input(&image, &["-"]).exits(0);
+    assert!(found.stdout.starts_with("-: "), "{}", found.stdout);
+    assert_eq!(of(&found.stdout), of(&by_name.stdout));
+    let found = with_input(b"photos/sky/0.png\nphotos/sand\n", &["-"]).exits(0);
+    assert_eq!(found.stdout.lines().count(), 11, "{}", found.stdout);
+    assert_eq!(of(found.stdout.lines().next().unwrap()), of(by_name.stdout.trim_end()));
+    with_input(b"", &["-"]).check(1, &["standard input is empty"]).unwrap();
+    with_input(b"nowhere.png\n", &["-"]).check(1, &["nowhere.png: no such file"]).unwrap();
+    with_input(b"\xff\xd8\xff", &["-"]).check(1, &["1 of 1 images could not be read"]).unwrap();
+}
+
+/// An exported file is compared with the model before it is announced, and comes with a page that says how to use it.
+#[test]
+fn exported_files_are_checked_and_explained() {
+    let folder = with_photos();
+    let here = folder.path();
+    fs::rename(here.join("photos/sand"), here.join("photos/a \"b\" `c`")).unwrap();
+    train(here, &["--epochs", "1"]).exits(0);
+    for flags in [&[][..], &["--fold"]] {
+        let said =
+            convoke_in(here, &[&["export", "runs/photos-1", "--to", "m.onnx"], flags].concat()).exits(0);
+        for words in ["checked: the file was read again", "import numpy, onnxruntime", "m.onnx.md"] {
+            assert!(said.stderr.contains(words), "no {words} in {}", said.stderr);
+        }
+    }
+    let page = fs::read_to_string(here.join("m.onnx.md")).unwrap();
+    for words in [
+        "[\"a \\\"b\\\" 'c'\", \"sky\"]",
+        "37 * image.width",
+        "0.485",
+        "onnxruntime-web",
+        "crop_fraction: 0.875",
+    ] {
+        assert!(page.contains(words), "no {words} in {page}");
+    }
+    // Neither a name nor arrays have a page.
+    convoke_in(here, &["export", "resnet20", "--to", "n.onnx"]).exits(0);
+    convoke_in(here, &["export", "runs/photos-1", "--to", "n.safetensors"]).exits(0);
+    assert!(!here.join("n.onnx.md").exists() && !here.join("n.safetensors.md").exists());
 }

@@ -24,8 +24,14 @@ const MAX_DECODER_BYTES: u64 = 1 << 30;
 /// How many bytes an image may have before it is brought to 8 bits.
 const MAX_DECODED_BYTES: u64 = 2 << 30;
 
-const KINDS: [ImageFormat; 5] =
-    [ImageFormat::Jpeg, ImageFormat::Png, ImageFormat::Tiff, ImageFormat::WebP, ImageFormat::Bmp];
+const KINDS: [ImageFormat; 6] = [
+    ImageFormat::Jpeg,
+    ImageFormat::Png,
+    ImageFormat::Gif,
+    ImageFormat::Tiff,
+    ImageFormat::WebP,
+    ImageFormat::Bmp,
+];
 
 /// A decoded image as it is stored.
 pub(super) struct Stored {
@@ -92,7 +98,12 @@ fn open<'a>(bytes: &'a [u8], file: &Path) -> Result<Opened<'a, impl ImageDecoder
         return Err(DataError::malformed(file, "contents", "an image", "an empty file"));
     }
     let kind = image::guess_format(bytes).ok().filter(|kind| KINDS.contains(kind)).ok_or_else(|| {
-        DataError::malformed(file, "kind", "JPEG, PNG, TIFF, WebP or BMP", "none of them, by its first bytes")
+        DataError::malformed(
+            file,
+            "kind",
+            "JPEG, PNG, GIF, TIFF, WebP or BMP",
+            "none of them, by its first bytes",
+        )
     })?;
     if kind == ImageFormat::Jpeg
         && let Some(jpeg) = Jpeg::open(bytes, file)?

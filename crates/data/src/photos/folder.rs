@@ -31,7 +31,7 @@ use super::view;
 
 const NAME: &str = "folder";
 const LAYOUTS: &str = "train/CLASS/IMAGE and val/CLASS/IMAGE, or CLASS/IMAGE, with a folder for each class and images that are \
-                       JPEG, PNG, TIFF, WebP or BMP files";
+                       JPEG, PNG, GIF, TIFF, WebP or BMP files";
 
 /// How a folder of photographs is loaded.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -14,11 +14,11 @@ use super::super::{DataError, Progress, ProgressEvent, ProgressUnit};
 use super::measure::Skipped;
 
 /// The endings of names that image files have, in lower case; files may have them in any case.
-pub const EXTENSIONS: [&str; 9] = ["jpg", "jpeg", "jpe", "jfif", "png", "tif", "tiff", "webp", "bmp"];
+pub const EXTENSIONS: [&str; 10] = ["jpg", "jpeg", "jpe", "jfif", "png", "gif", "tif", "tiff", "webp", "bmp"];
 /// The endings of images that are not read. They are told of, so that nobody misses them unknowing.
-pub const OTHER_EXTENSIONS: [&str; 20] = [
-    "heic", "heif", "avif", "gif", "jp2", "j2k", "jpf", "jpx", "jxl", "svg", "psd", "dng", "cr2", "cr3",
-    "nef", "arw", "raf", "orf", "rw2", "pef",
+pub const OTHER_EXTENSIONS: [&str; 19] = [
+    "heic", "heif", "avif", "jp2", "j2k", "jpf", "jpx", "jxl", "svg", "psd", "dng", "cr2", "cr3", "nef",
+    "arw", "raf", "orf", "rw2", "pef",
 ];
 /// The endings of masks.
 pub(super) const MASK_EXTENSIONS: [&str; 1] = ["png"];

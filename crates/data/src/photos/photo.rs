@@ -18,7 +18,7 @@ const MAX_FILE_BYTES: u64 = 1 << 30;
 
 /// A decoded photograph, in 8 bits: red, green and blue, or grey.
 ///
-/// JPEG, PNG, TIFF, WebP and BMP are read; a file's kind is recognised by its contents. Transparency is dropped, and of 16 bits the
+/// JPEG, PNG, GIF (its first frame), TIFF, WebP and BMP are read; a file's kind is recognised by its contents. Transparency is dropped, and of 16 bits the
 /// higher 8 are kept, as Pillow's `convert("RGB")` does. The orientation that a camera noted (Exif) is applied.
 ///
 /// ```no_run

@@ -1,11 +1,11 @@
 //! The flags of a training run, which `train` and `compare` take.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::cli::failure::{Failure, Result};
 use crate::cli::registry::{Data, data_parser, datasets, model, model_parser, optimizer_parser};
 use crate::cli::run::{BatchSize, DataSource, Length, Run};
-use crate::cli::{model_file, places};
+use crate::cli::{model_file, open_model, places, published};
 use crate::nn::data::{DatasetSpec, Listed};
 use crate::nn::models::ModelSpec;
 use crate::nn::{OptimizerOptions, OptimizerSpec, Precision, Rule};
@@ -66,10 +66,12 @@ pub(crate) struct RunArgs {
     #[arg(long, value_parser = model_parser(), help_heading = "Model")]
     pub(crate) model: Option<ModelSpec>,
 
-    /// Start from the weights of this file: *.safetensors, *.pt, *.pth or *.onnx.
+    /// Start from these weights: `imagenet`, the folder of a run, or a file (*.safetensors, *.pt, *.pth, *.onnx).
     ///
-    /// Arrays have PyTorch's names. If the data has another number of classes than the file, the last layer keeps its new values.
-    #[arg(long, value_name = "FILE", help_heading = "Model")]
+    /// `imagenet` stands for the weights that torchvision publishes for the model (`convoke info MODEL`); --download fetches them once. Those
+    /// of a run are the best ones, and its model is the default. In a file arrays have PyTorch's names. If the data has another number of
+    /// classes than the weights, the last layer keeps its new values.
+    #[arg(long, value_name = "WEIGHTS", help_heading = "Model")]
     pub(crate) weights: Option<PathBuf>,
 
     /// Type of activations and their gradients.
@@ -199,7 +201,9 @@ impl RunArgs {
             (epochs, _) => Some(u64::from(epochs.unwrap_or(usual_epochs))),
         };
         let length = Length { epochs, steps: self.steps };
-        let (model, rule) = (self.model(), self.rule(length));
+        let (model, weights) = self.model()?;
+        let rule = self.rule(length);
+        let is_from_imagenet = self.names_imagenet();
         Ok(Run {
             settings: self.settings(&model, &rule, batch.images),
             parameters: self.recipe.parameters(&self.optimizer),
@@ -213,7 +217,8 @@ impl RunArgs {
                 workers: self.workers,
             },
             model,
-            weights: self.weights,
+            is_from_imagenet,
+            weights,
             batch,
             length,
             rule,
@@ -254,16 +259,33 @@ impl RunArgs {
         self.data.unwrap_or(Data::Auto)
     }
 
-    fn model(&self) -> ModelSpec {
+    /// The model with the weights that it starts with, and their file.
+    fn model(&self) -> Result<(ModelSpec, Option<PathBuf>)> {
         let usual = || match self.choice() {
             Data::Named(spec) => model(spec.model().unwrap_or("mnist-cnn")),
             Data::Auto | Data::Random => model("mnist-cnn"),
         };
-        let model = self.model.clone().unwrap_or_else(usual);
-        match &self.weights {
-            Some(file) => model_file::with_weights(model, file),
-            None => model,
-        }
+        let Some(weights) = &self.weights else {
+            return Ok((self.model.clone().unwrap_or_else(usual), None));
+        };
+        let (model, file) = if self.names_imagenet() {
+            let model = self.model.clone().unwrap_or_else(usual);
+            let file = published::file(&model)?;
+            (model, file)
+        } else if weights.is_dir() {
+            let (trained, file) = open_model::of_run(weights)?;
+            (self.model.clone().unwrap_or(trained), file)
+        } else {
+            (self.model.clone().unwrap_or_else(usual), weights.clone())
+        };
+        Ok((model_file::with_weights(model, &file), Some(file)))
+    }
+
+    /// Whether --weights names those for ImageNet, and not a file.
+    fn names_imagenet(&self) -> bool {
+        self.weights
+            .as_deref()
+            .is_some_and(|weights| weights == Path::new(published::IMAGENET) && !weights.exists())
     }
 
     /// The data set that the flags name; none for noise.

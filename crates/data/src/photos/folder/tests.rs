@@ -158,7 +158,7 @@ fn folders_without_images_are_no_classes() {
 #[test]
 fn other_layouts_are_refused_with_what_is_expected() {
     let expected = "layout: expected train/CLASS/IMAGE and val/CLASS/IMAGE, or CLASS/IMAGE, with a folder for each class and \
-                    images that are JPEG, PNG, TIFF, WebP or BMP files";
+                    images that are JPEG, PNG, GIF, TIFF, WebP or BMP files";
     let found = |files: &[&str], place: &str| {
         let folder = tempfile::tempdir().unwrap();
         write_scenes(folder.path(), files);
@@ -294,7 +294,7 @@ fn images_of_kinds_that_are_not_read_are_told_of() {
     let folder = parts();
     for name in [
         "train/dog/IMG_1.HEIC",
-        "train/cat/deep/anim.gif",
+        "train/cat/deep/old.jp2",
         "val/dog/x.avif",
         "train/cat/.hidden.heic",
         "scan.jp2",
@@ -305,7 +305,7 @@ fn images_of_kinds_that_are_not_read_are_told_of() {
     assert_eq!((set.train.len(), set.test.len()), (4, 1));
     let told: Vec<_> =
         set.train.skipped().iter().map(|(file, _)| file.to_str().unwrap().replace('\\', "/")).collect();
-    assert_eq!(told, ["train/cat/deep/anim.gif", "train/dog/IMG_1.HEIC", "val/dog/x.avif"]);
+    assert_eq!(told, ["train/cat/deep/old.jp2", "train/dog/IMG_1.HEIC", "val/dog/x.avif"]);
     let reason = &set.train.skipped()[1].1;
     assert!(reason.ends_with("IMG_1.HEIC: HEIC is not read: convert it to JPEG or PNG"), "{reason}");
     let Listed { files, unread } = images_below(folder.path(), false, &silent).unwrap();
