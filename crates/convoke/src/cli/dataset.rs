@@ -10,7 +10,7 @@ use super::console::Console;
 use super::failure::{Failure, Result};
 use super::registry::{Data, RANDOM};
 use super::run::Run;
-use super::{fits, places, published};
+use super::{fits, places, published, system};
 
 /// Loads what the flags ask for, if the model can be trained on it. `processes` is how many processes load it and share the memory.
 pub(crate) fn load(run: &Run, processes: usize, console: &Console) -> Result<Datasets> {
@@ -81,7 +81,7 @@ fn load_named(spec: &DatasetSpec, run: &Run, processes: usize, console: &Console
                     format!("--download: {spec} cannot be downloaded: name its folder with --data-dir");
                 return Err(Failure::Usage(message));
             }
-            spec.download(&own, proxy(), &progress).map_err(failure)?;
+            spec.download(&own, system::proxy(), &progress).map_err(failure)?;
         }
         folder = Some(own);
     }
@@ -169,12 +169,6 @@ fn generate_noise(run: &Run, console: &Console) -> Result<Datasets> {
     ));
     let set = model.noise(run.seed, [batch.saturating_mul(4), batch], &console.data_progress());
     set.map(Datasets::from).map_err(|error| failure(error.into(), "", BEFORE))
-}
-
-/// The proxy that the environment names, by the usual variables.
-pub(crate) fn proxy() -> Option<String> {
-    let names = ["https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"];
-    names.iter().find_map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
 }
 
 /// What is said of a run that Ctrl-C ends while the data is loaded.

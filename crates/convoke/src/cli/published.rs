@@ -4,12 +4,13 @@ use std::path::PathBuf;
 
 use convoke_files::escaped;
 
+use crate::nn::data::DataError;
 use crate::nn::data::download::{DownloadOptions, RemoteFile, fetch_files};
 use crate::nn::models::ModelSpec;
 
 use super::console::Console;
 use super::failure::{Failure, Result};
-use super::{dataset, places, text};
+use super::{places, system, text};
 
 /// What `--weights` is called for them.
 pub(crate) const IMAGENET: &str = "imagenet";
@@ -133,13 +134,15 @@ impl Published {
         }
         let progress = console.data_progress();
         let mut options = DownloadOptions::new([MIRROR]);
-        options.proxy = dataset::proxy();
+        options.proxy = system::proxy();
         // A file that is there is only checked.
         if !download {
             options.mirrors.clear();
         }
-        fetch_files(&folder, &[self.file], &options, &progress)
-            .map_err(|error| dataset::failure(error.into(), "", "interrupted before the first step"))
+        fetch_files(&folder, &[self.file], &options, &progress).map_err(|error| match error {
+            DataError::Cancelled { .. } => Failure::Interrupted("interrupted before the first step".into()),
+            error => error.into(),
+        })
     }
 }
 

@@ -30,3 +30,9 @@ fn bytes(file: &str, name: &str) -> Option<u64> {
 pub(crate) fn now() -> String {
     humantime::format_rfc3339_seconds(std::time::SystemTime::now()).to_string()
 }
+
+/// The proxy that the environment names, by the usual variables.
+pub(crate) fn proxy() -> Option<String> {
+    let names = ["https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"];
+    names.iter().find_map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
+}
