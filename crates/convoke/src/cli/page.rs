@@ -62,6 +62,19 @@ pub(crate) fn table(rows: &[Vec<String>]) -> String {
     format!("<div class=\"table\" tabindex=\"0\"><table>\n{head}<tbody>\n{body}</tbody>\n</table></div>")
 }
 
+/// Parts of a page that stand beside each other on wide screens; empty ones are left out.
+pub(crate) fn columns(parts: &[String]) -> String {
+    let parts: Vec<String> = parts
+        .iter()
+        .filter(|part| !part.is_empty())
+        .map(|part| format!("<section>\n{part}</section>\n"))
+        .collect();
+    match parts.len() {
+        0 => String::new(),
+        _ => format!("<div class=\"columns\">\n{}</div>", parts.concat()),
+    }
+}
+
 pub(crate) fn legend(entries: impl Iterator<Item = (String, String)>) -> String {
     let entry = |(class, text)| format!("<li><i class=\"{class}\"></i>{text}</li>");
     format!("<ul>{}</ul>", entries.map(entry).collect::<String>())

@@ -14,7 +14,7 @@ use crate::nn::metrics::Confusion;
 use crate::nn::training::{Evaluation, HardImage, ModelCard};
 
 use super::chart;
-use super::page::{escape, table};
+use super::page::{columns, escape, table};
 use super::text::thousands;
 
 /// The longest side of the pictures on a page, in pixels.
@@ -95,11 +95,9 @@ impl Judged {
         if rows.is_empty() {
             return text;
         }
-        let _ = write!(text, "<h2>Classes</h2>\n{}\n", table(&rows));
         let matrix = self.evaluation.confusion.as_ref().filter(|confusion| confusion.classes() <= MOST);
-        if let Some(confusion) = matrix {
-            text.push_str(&self.matrix(confusion));
-        }
+        let matrix = matrix.map_or_else(String::new, |confusion| self.matrix(confusion));
+        text.push_str(&columns(&[format!("<h2>Classes</h2>\n{}\n", table(&rows)), matrix]));
         let images: String = self.evaluation.hardest.iter().filter_map(|image| self.picture(image)).collect();
         if !images.is_empty() {
             let _ = write!(
@@ -119,7 +117,7 @@ impl Judged {
         let longest = names.iter().map(|name| name.chars().count()).max().unwrap_or(0).min(LONGEST);
         // Letters are up to 12 units wide, on narrow screens.
         let margin = if named { 16.0 + 12.0 * longest as f64 } else { 24.0 };
-        let cell = ((chart::SIZE.0 - margin) / classes as f64).min(52.0);
+        let cell = ((chart::SIZE.0 - margin) / classes as f64).min(120.0);
         let [width, height] = [margin + cell * classes as f64 + 2.0; 2];
         let mut svg = chart::open("", height.round(), "how often each class was taken for each");
         let _ = writeln!(
@@ -216,10 +214,10 @@ impl Judged {
         };
         let (label, text) = (escape(&self.card.class_name(image.label)), escape(&self.text(image)));
         Some(format!(
-            "<li><img src=\"data:image/jpeg;base64,{}\" alt=\"{label}\"><b>{text}</b><br>loss {:.2}<br>{}</li>\n",
+            "<li><img src=\"data:image/jpeg;base64,{0}\" alt=\"{label}\"><b>{text}</b><br>loss {loss:.2}<br><span class=\"file\" title=\"{1}\">{1}</span></li>\n",
             BASE64_STANDARD.encode(jpeg),
-            image.loss,
-            escape(&file)
+            escape(&file),
+            loss = image.loss,
         ))
     }
 }

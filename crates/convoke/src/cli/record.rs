@@ -31,6 +31,9 @@ pub(crate) struct Results {
 pub(crate) struct RunRecord {
     pub(crate) conv_bn: String,
     pub(crate) data: String,
+    /// What the data is called: the name of the folder of photographs, or of the data set.
+    #[serde(skip)]
+    pub(crate) title: String,
     pub(crate) model: String,
     pub(crate) batch_size: usize,
     pub(crate) ranks: usize,
@@ -38,6 +41,12 @@ pub(crate) struct RunRecord {
     /// The type in which gradients travel between ranks.
     pub(crate) send_gradients: Precision,
     pub(crate) train_loss: Vec<f64>,
+    /// Images of training and of validation, and classes, 0 if there are none.
+    #[serde(skip)]
+    pub(crate) counts: [usize; 3],
+    /// How long all steps took.
+    #[serde(skip)]
+    pub(crate) seconds: f64,
     pub(crate) validation: Vec<ValidationRecord>,
     pub(crate) test_loss: Option<f64>,
     pub(crate) test_accuracy: Option<f64>,
@@ -90,6 +99,8 @@ pub(crate) struct RunRecord {
 #[derive(Serialize)]
 pub(crate) struct ValidationRecord {
     pub(crate) epoch: usize,
+    /// Steps until its end.
+    pub(crate) steps: usize,
     /// The mean over the epoch's steps.
     pub(crate) train_loss: f64,
     /// The learning rate of the epoch's last step.
@@ -116,11 +127,12 @@ fn validated(trainer: &Trainer, metric: Metric) -> Vec<ValidationRecord> {
     let best = best(validations, metric).map(|best| best.epoch);
     let record = |validation: &Validation| {
         let Validation { epoch, loss, accuracy, top5_accuracy, mean_iou, .. } = *validation;
-        let steps = epoch.saturating_mul(trainer.batches_per_epoch()) as u64;
+        let steps = epoch.saturating_mul(trainer.batches_per_epoch());
         ValidationRecord {
             epoch,
+            steps,
             train_loss: epoch_loss(trainer, epoch),
-            learning_rate: trainer.learning_rate_of(steps.saturating_sub(1)),
+            learning_rate: trainer.learning_rate_of((steps as u64).saturating_sub(1)),
             best: best == Some(epoch),
             loss,
             accuracy,
@@ -135,6 +147,7 @@ fn validated(trainer: &Trainer, metric: Metric) -> Vec<ValidationRecord> {
 pub(crate) struct Finished<'a> {
     pub(crate) config: &'a TrainingConfig,
     pub(crate) data: &'a Datasets,
+    pub(crate) title: String,
     pub(crate) trainer: &'a Trainer,
     /// Steps of the run; what came after it was done for its times only.
     pub(crate) steps: u64,
@@ -196,7 +209,8 @@ impl Recorder {
 
     /// The record of the run; all ranks call it together.
     pub(crate) fn finish(self, finished: Finished<'_>) -> Result<RunRecord, TrainingError> {
-        let Finished { config, data, trainer, steps, threads, evaluation, metric, memory_plan } = finished;
+        let Finished { config, data, title, trainer, steps, threads, evaluation, metric, memory_plan } =
+            finished;
         // A rank that has done no step sends NaN.
         let own_rate = median(self.own_rates).unwrap_or(f64::NAN);
         let rates = trainer.communicator().all_gather("throughput", &[own_rate])?;
@@ -204,12 +218,19 @@ impl Recorder {
         Ok(RunRecord {
             conv_bn: config.conv_bn.to_string(),
             data: data.train.info().name.clone(),
+            title,
             model: config.model.to_string(),
             batch_size: config.batch_size,
             ranks: trainer.communicator().world_size(),
             sync_bn: config.sync_bn,
             send_gradients: config.send_gradients,
             train_loss: trainer.losses()[..steps as usize].to_vec(),
+            counts: [
+                data.train.len(),
+                data.test.len(),
+                if data.train.info().targets.are_classes() { data.train.info().classes } else { 0 },
+            ],
+            seconds: self.seconds.iter().sum(),
             learning_rates: (0..steps).map(|step| trainer.learning_rate_of(step)).collect(),
             validation: validated(trainer, metric),
             test_loss: evaluation.as_ref().map(|evaluation| evaluation.loss),

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use super::chart::{Axis, Chart, Dot, Line, Scale};
 use super::failure::Result;
-use super::page::{document, escape, legend, provenance, table};
-use super::quality::Judged;
+use super::page::{columns, document, escape, legend, provenance, table};
+use super::quality::{Judged, percent};
 use super::record::{Results, RunRecord, ValidationRecord};
 use super::{output, summary, text};
 
@@ -21,12 +21,7 @@ fn page(results: &Results) -> String {
     let runs = &results.runs[..];
     let verdict = summary::verdict(results);
     let verdict = verdict.map_or_else(String::new, |verdict| format!("<p>{}</p>\n", escape(&verdict)));
-    let table = table(&summary::rows(results)) + &verdict + &modes(runs);
-    let judged: String = match runs {
-        [run] => run.judged.as_ref().map_or_else(String::new, Judged::sections),
-        // Both runs compute the same.
-        _ => String::new(),
-    };
+    let table = format!("<h2>The run</h2>\n{}{verdict}{}", table(&summary::rows(results)), modes(runs));
     let settings = [
         ("optimizer", runs[0].optimizer.to_owned()),
         ("learning rate", format!("{}", runs[0].learning_rate)),
@@ -35,17 +30,58 @@ fn page(results: &Results) -> String {
         ("seed", runs[0].seed.to_string()),
         ("threads", runs[0].threads.to_string()),
     ];
-    let body = [
-        table,
-        loss(runs),
-        validation(&runs[0]),
-        learning_rate(&runs[0]),
-        judged,
-        memory(runs),
-        provenance(&settings),
-    ]
-    .join("\n");
+    let provenance = provenance(&settings);
+    let body = match runs {
+        [run] => {
+            let judged = run.judged.as_ref().map_or_else(String::new, Judged::sections);
+            [
+                tiles(run),
+                columns(&[loss(runs), metrics(run)]),
+                judged,
+                table,
+                columns(&[learning_rate(run), memory(runs)]),
+                provenance,
+            ]
+        }
+        // Both runs compute the same.
+        _ => [table, loss(runs), learning_rate(&runs[0]), memory(runs), provenance, String::new()],
+    };
+    let body = body.join("\n");
     document(&summary::title(&runs[0]), &body)
+}
+
+/// What a run is judged by first: large numbers with a word to each.
+fn tiles(run: &RunRecord) -> String {
+    let mut tiles: Vec<(String, String)> = Vec::new();
+    let best = run.validation.iter().find(|epoch| epoch.best);
+    let epoch =
+        best.map_or_else(String::new, |best| format!(", epoch {} of {}", best.epoch, run.validation.len()));
+    let [accuracy, iou] = match best {
+        Some(best) => [best.accuracy, best.mean_iou],
+        None => [run.test_accuracy, run.test_mean_iou],
+    };
+    match (accuracy, iou) {
+        (_, Some(iou)) => tiles.push((percent(iou), format!("mean IoU{epoch}"))),
+        (Some(accuracy), None) => tiles.push((percent(accuracy), format!("accuracy{epoch}"))),
+        (None, None) => {
+            let loss = best.map(|best| best.loss).or(run.test_loss);
+            tiles.extend(loss.map(|loss| (format!("{loss:.4}"), format!("validation loss{epoch}"))));
+        }
+    }
+    let [train, validation, classes] = run.counts;
+    if classes > 0 {
+        tiles.push((text::thousands(classes), "classes".into()));
+    }
+    tiles.push((text::thousands(train), format!("images, and {} to validate", text::thousands(validation))));
+    tiles.push((text::duration(run.seconds), "in training steps".into()));
+    tiles.push((
+        text::bytes(4.0 * run.parameters as f64),
+        format!("of weights, {} parameters", text::thousands(run.parameters)),
+    ));
+    let tile = |(value, name): &(String, String)| {
+        format!("<div><dd>{}</dd><dt>{}</dt></div>", escape(value), escape(name))
+    };
+    format!("<dl class=\"tiles\">{}</dl>\n", tiles.iter().map(tile).collect::<String>())
 }
 
 /// What "separate" and "fused" mean, where both are compared.
@@ -69,35 +105,79 @@ fn loss(runs: &[RunRecord]) -> String {
         Line { class: escape(&run.conv_bn), points: points.collect(), dots: Vec::new() }
     };
     let lines: Vec<Line> = runs.iter().map(line).collect();
+    let mut lines = lines;
     let losses = || lines.iter().flat_map(|line| &line.points).map(|point| point.1).filter(|y| y.is_finite());
-    let (least, most) = (losses().fold(f64::INFINITY, f64::min), losses().fold(0.0, f64::max));
+    let (mut least, mut most) = (losses().fold(f64::INFINITY, f64::min), losses().fold(0.0, f64::max));
     let gaps = losses().count() < lines.iter().map(|line| line.points.len()).sum();
     let logarithmic = least > 0.0 && most / least > 100.0;
+    let mut beyond = 0.0;
+    if let [run] = runs
+        && run.validation.len() > 1
+    {
+        // Losses of a few bad epochs must not make the others flat.
+        let limit = if logarithmic { f64::INFINITY } else { 1.5 * most };
+        let validation = run.validation.iter().map(|epoch| epoch.loss).filter(|loss| loss.is_finite());
+        beyond =
+            validation.clone().fold(0.0, |beyond, loss| if loss > limit { loss.max(beyond) } else { beyond });
+        let within = validation.filter(|loss| *loss <= limit);
+        (least, most) = within.fold((least, most), |(least, most), loss| (loss.min(least), loss.max(most)));
+        lines.push(validation_line(run, limit));
+    }
     let y = match logarithmic {
-        true => Axis::logarithmic("training loss (log)", least, most),
-        false => {
-            Axis { name: "training loss", from: 0.0, to: up_from_zero(1.05 * most), scale: Scale::Linear }
-        }
+        true => Axis::logarithmic("loss (log)", least, most),
+        false => Axis { name: "loss", from: 0.0, to: up_from_zero(1.05 * most), scale: Scale::Linear },
     };
     let chart = Chart {
-        title: "training loss by step",
+        title: "loss by step",
         x: Axis { name: "step", from: 0.0, to: up_from_zero(steps as f64), scale: Scale::Whole },
         y,
         lines,
         filled: false,
         divide: None,
     };
-    let note = match (every, gaps) {
-        (1, false) => String::new(),
-        (1, true) => "<p>Gaps: the loss was not finite.</p>\n".into(),
-        (every, _) => format!("<p>Each point is the mean of {every} steps.</p>\n"),
-    };
+    let mut notes = Vec::new();
+    match (every, gaps) {
+        (1, false) => {}
+        (1, true) => notes.push("Gaps: the loss was not finite.".to_owned()),
+        (every, _) => notes.push(format!("Each point of training is the mean of {every} steps.")),
+    }
+    if beyond > 0.0 {
+        notes.push(format!(
+            "The validation loss of some epochs lies above the drawing, at up to {beyond:.2}."
+        ));
+    }
+    let note = if notes.is_empty() { String::new() } else { format!("<p>{}</p>\n", notes.join(" ")) };
     let pair = if runs.len() > 1 { " class=\"pair\"" } else { "" };
     let names = match runs {
+        [run] if run.validation.len() > 1 => legend(
+            [(escape(&run.conv_bn), "training".into()), (VALIDATION.into(), "validation".into())].into_iter(),
+        ),
         [_] => String::new(),
         _ => legend(runs.iter().map(|run| (escape(&run.conv_bn), escape(&run.conv_bn)))),
     };
-    format!("<h2>Training loss</h2>\n{names}\n<figure{pair}>\n{}\n</figure>\n{note}", chart.svg())
+    format!("<h2>Loss</h2>\n{names}\n<figure{pair}>\n{}\n</figure>\n{note}", chart.svg())
+}
+
+/// The style class of what is found on the validation images.
+const VALIDATION: &str = "validation";
+
+/// The validation loss after each epoch, with the best epoch marked; none above `limit` is drawn.
+fn validation_line(run: &RunRecord, limit: f64) -> Line {
+    let point = |epoch: &ValidationRecord| {
+        (epoch.steps as f64, if epoch.loss <= limit { epoch.loss } else { f64::NAN })
+    };
+    let best = run.validation.iter().filter(|epoch| epoch.best && epoch.loss <= limit);
+    let dot = |epoch: &ValidationRecord| Dot {
+        kind: "ring",
+        place: point(epoch),
+        text: format!("the best epoch, {}: validation loss {:.4}", epoch.epoch, epoch.loss),
+        label: "best".into(),
+    };
+    Line {
+        class: VALIDATION.into(),
+        points: run.validation.iter().map(point).collect(),
+        dots: best.map(dot).collect(),
+    }
 }
 
 /// The learning rate of each step, if it changes.
@@ -107,48 +187,63 @@ fn learning_rate(run: &RunRecord) -> String {
         return String::new();
     }
     let every = rates.len().div_ceil(MOST_POINTS).max(1);
-    // The learning rate of --lr, which it need not reach; it is above 0.
-    let most = run.learning_rate;
-    let share = |step: usize| (step as f64 + 1.0, 100.0 * rates[step] / most);
-    let points = (0..rates.len()).step_by(every).map(share).collect();
+    let most = rates.iter().copied().fold(0.0, f64::max);
+    if !(most > 0.0 && most.is_finite()) {
+        return String::new();
+    }
     // Numbers such as 0.0025 would be too wide for narrow screens.
-    let name = format!("learning rate in % of {most}");
+    let unit = 10_f64.powf(most.log10().floor());
+    let share = |step: usize| (step as f64 + 1.0, rates[step] / unit);
+    let points = (0..rates.len()).step_by(every).map(share).collect();
+    let name = if unit == 1.0 { "learning rate".to_owned() } else { format!("learning rate in {unit:e}") };
     let x = Axis { name: "step", from: 0.0, to: up_from_zero(rates.len() as f64), scale: Scale::Whole };
-    let y = Axis { name: &name, from: 0.0, to: 105.0, scale: Scale::Linear };
-    format!("<h2>Learning rate</h2>\n{}", curve(run, "learning rate by step", [x, y], points))
+    let y = Axis { name: &name, from: 0.0, to: 1.05 * most / unit, scale: Scale::Linear };
+    format!("<h2>Learning rate</h2>\n{}", curve(run, "learning rate by step", [x, y], points, None))
 }
 
-/// A chart of one line, of a run.
-fn curve(run: &RunRecord, title: &str, [x, y]: [Axis<'_>; 2], points: Vec<(f64, f64)>) -> String {
-    let lines = vec![Line { class: escape(&run.conv_bn), points, dots: Vec::new() }];
+/// A chart of one line, of a run, with a place marked as the best.
+fn curve(
+    run: &RunRecord,
+    title: &str,
+    [x, y]: [Axis<'_>; 2],
+    points: Vec<(f64, f64)>,
+    best: Option<(f64, f64)>,
+) -> String {
+    let dot = |place| Dot {
+        kind: "ring",
+        place,
+        text: format!("the best epoch, {}", place.0),
+        label: "best".into(),
+    };
+    let lines = vec![Line { class: escape(&run.conv_bn), points, dots: best.into_iter().map(dot).collect() }];
     let chart = Chart { title, x, y, lines, filled: false, divide: None };
     format!("<figure>\n{}\n</figure>\n", chart.svg())
 }
 
-/// Loss, accuracy and mean IoU on the validation images after each epoch, where there were two epochs or more.
-fn validation(run: &RunRecord) -> String {
+/// Accuracy or mean IoU on the validation images after each epoch, where there were two epochs or more.
+fn metrics(run: &RunRecord) -> String {
     let epochs = &run.validation;
     let (Some(first), Some(last)) = (epochs.first(), epochs.last().filter(|_| epochs.len() > 1)) else {
         return String::new();
     };
-    let of_metric = |name: &str, value: &dyn Fn(&ValidationRecord) -> Option<f64>| {
-        let points: Vec<(f64, f64)> =
-            epochs.iter().map(|of| (of.epoch as f64, value(of).unwrap_or(f64::NAN))).collect();
+    let of_metric = |title: &str, name: &str, value: &dyn Fn(&ValidationRecord) -> Option<f64>| {
+        let place =
+            |of: &ValidationRecord| (of.epoch as f64, value(of).map_or(f64::NAN, |share| 100.0 * share));
+        let points: Vec<(f64, f64)> = epochs.iter().map(place).collect();
         let most = points.iter().map(|point| point.1).filter(|y| y.is_finite()).reduce(f64::max);
         // Nothing is drawn of what such data does not have.
         let Some(most) = most else { return String::new() };
         let [from, to] = [first, last].map(|of| of.epoch as f64);
         let x = Axis { name: "epoch", from, to, scale: Scale::Whole };
         let y = Axis { name, from: 0.0, to: up_from_zero(1.05 * most), scale: Scale::Linear };
-        curve(run, &format!("{name} by epoch"), [x, y], points)
+        let best = epochs.iter().find(|epoch| epoch.best).map(place).filter(|place| place.1.is_finite());
+        format!("<h2>{title}</h2>\n{}", curve(run, &format!("{name} by epoch"), [x, y], points, best))
     };
-    let percent = |share: Option<f64>| share.map(|share| 100.0 * share);
-    let curves = [
-        of_metric("validation loss", &|of| Some(of.loss)),
-        of_metric("accuracy in %", &|of| percent(of.accuracy)),
-        of_metric("mean IoU in %", &|of| percent(of.mean_iou)),
-    ];
-    format!("<h2>Validation</h2>\n{}", curves.concat())
+    let is_of_pixels = epochs.iter().any(|epoch| epoch.mean_iou.is_some());
+    match is_of_pixels {
+        true => of_metric("Mean IoU on the validation images", "mean IoU in %", &|of| of.mean_iou),
+        false => of_metric("Accuracy on the validation images", "accuracy in %", &|of| of.accuracy),
+    }
 }
 
 /// The bytes in use over one step; runs are aligned at the end of their forward passes.

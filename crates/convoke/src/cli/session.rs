@@ -34,6 +34,8 @@ pub(crate) struct Session {
     cpu: Cpu,
     config: TrainingConfig,
     data: Datasets,
+    /// What the data is called.
+    title: String,
     pub(crate) recorder: Recorder,
     /// The evaluation after the last step, if there was one.
     evaluation: Option<Evaluation>,
@@ -148,6 +150,7 @@ impl Session {
             cpu,
             config,
             data: rank.data.clone(),
+            title: run.source.title(),
             recorder: Recorder::default(),
             evaluation: None,
             plan,
@@ -392,6 +395,7 @@ impl Session {
         let finished = Finished {
             config: &self.config,
             data: &self.data,
+            title: self.title,
             trainer: &self.trainer,
             steps: self.ended.unwrap_or(self.trainer.steps()),
             threads: self.cpu.threads(),

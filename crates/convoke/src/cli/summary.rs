@@ -171,7 +171,7 @@ pub(crate) fn title(run: &RunRecord) -> String {
     format!(
         "{} on {}, batch {}, {}, {}{precision}{ranks}{sent}",
         run.model,
-        run.data,
+        run.title,
         thousands(run.batch_size),
         counted(run.train_loss.len(), "step"),
         counted(run.parameters, "parameter")

@@ -55,6 +55,17 @@ pub(crate) fn seconds(seconds: f64) -> String {
     if seconds >= 1.0 { format!("{seconds:.2} s") } else { format!("{:.1} ms", 1000.0 * seconds) }
 }
 
+/// A time for which tenths of seconds do not matter: `48 s`, `12 min`, `3 h 20 min`.
+pub(crate) fn duration(seconds: f64) -> String {
+    let minutes = (seconds / 60.0).round() as u64;
+    match minutes {
+        _ if seconds < 10.0 => format!("{seconds:.1} s"),
+        0..=1 => format!("{seconds:.0} s"),
+        2..=119 => format!("{minutes} min"),
+        _ => format!("{} h {} min", minutes / 60, minutes % 60),
+    }
+}
+
 /// The milliseconds as text, with four digits or more.
 pub(crate) fn milliseconds(seconds: f64) -> String {
     let ms = 1e3 * seconds;
@@ -78,5 +89,9 @@ mod tests {
         assert_eq!([counted(1, "step"), counted(1200, "step")], ["1 step", "1,200 steps"]);
         assert_eq!([1.5e3, 2.34e6, 9.6e8, 1.2e9].map(bytes), ["1.5 kB", "2.3 MB", "960.0 MB", "1.200 GB"]);
         assert_eq!([0.0123, 2.0].map(seconds), ["12.3 ms", "2.00 s"]);
+        assert_eq!(
+            [1.24, 48.2, 89.0, 90.0, 12_000.0].map(duration),
+            ["1.2 s", "48 s", "89 s", "2 min", "3 h 20 min"]
+        );
     }
 }

@@ -123,8 +123,8 @@ fn rules_and_classes_are_found() {
     assert_eq!(classes(page), ["one", "five"].map(String::from).into());
 }
 
-/// Widths of the frames, in pixels: a telephone's, and a window's.
-const WIDTHS: [u64; 2] = [400, 1000];
+/// Widths of the frames, in pixels: a telephone's, and one of a window in which parts stand beside each other.
+const WIDTHS: [u64; 2] = [400, 1200];
 
 #[test]
 fn pages_are_readable() {
@@ -205,7 +205,7 @@ fn look_at(browser: &Path, pages: &[&str], dark: bool) -> Vec<Vec<Value>> {
     let mut command = Command::new(browser);
     command.args(["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]);
     command.args(["--disable-background-networking", "--disable-component-update", "--disable-sync"]);
-    command.args(["--disable-dev-shm-usage", "--window-size=1200,1000", "--dump-dom"]);
+    command.args(["--disable-dev-shm-usage", "--window-size=1400,1000", "--dump-dom"]);
     command.arg(format!("--user-data-dir={}", text(&folder.path().join("profile"))));
     // Chromium counts the dark scheme first.
     command.arg(format!("--blink-settings=preferredColorScheme={}", if dark { 0 } else { 1 }));

@@ -53,7 +53,7 @@ fn compare() {
         "<th>separate</th><th>fused</th><th>fused/<wbr>separate</th>",
         "<th>peak memory</th>",
         "<th>validation accuracy</th>",
-        ">training loss<",
+        ">loss<",
         ">step<",
         ">MB in use<",
         ">milliseconds from the end of forward<",
