@@ -83,7 +83,7 @@ fn lines(run: &Run, rank: &Rank<'_>, overview: &Overview<'_>) -> Result<Vec<Stri
         ScheduleName::Constant => format!("learning rate {rate}"),
         other => format!("learning rate {rate} at most ({})", name(other)),
     };
-    let length = match run.length.epochs {
+    let length = match run.length.epochs_of(batches) {
         Some(epochs) if steps == epochs.saturating_mul(batches as u64) => {
             let (epochs, steps) = (counted(epochs as usize, "epoch"), counted(batches, "step"));
             format!("{epochs} of {steps}")

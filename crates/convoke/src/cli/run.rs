@@ -76,19 +76,42 @@ pub(crate) struct BatchSize {
 /// How long a run is.
 #[derive(Clone, Copy)]
 pub(crate) struct Length {
-    /// Epochs; none if the steps alone say how long it is, so that it may well be prolonged.
-    pub(crate) epochs: Option<u64>,
+    pub(crate) epochs: Epochs,
     /// The most steps.
     pub(crate) steps: Option<u64>,
+}
+
+/// How many epochs a run has.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Epochs {
+    Given(u64),
+    /// As many as the steps need, which alone say how long the run is, so that it may well be prolonged.
+    OfSteps,
+    /// As many as give this many steps, but some at least and at most: few photographs are shown more often than many.
+    For {
+        steps: u64,
+        within: [u64; 2],
+    },
 }
 
 impl Length {
     /// The steps of all epochs, which have this many batches. The schedule spans these, so that a run that --steps ends within its epochs
     /// can be resumed.
     fn spanned_steps(self, batches: usize) -> u64 {
-        match (self.epochs, self.steps) {
-            (Some(epochs), _) => epochs.saturating_mul(batches as u64),
-            (None, steps) => steps.unwrap_or(0),
+        match self.epochs_of(batches) {
+            Some(epochs) => epochs.saturating_mul(batches as u64),
+            None => self.steps.unwrap_or(0),
+        }
+    }
+
+    /// The epochs, each of which has this many batches; none if the steps alone say how long the run is.
+    pub(crate) fn epochs_of(self, batches: usize) -> Option<u64> {
+        match self.epochs {
+            Epochs::Given(epochs) => Some(epochs),
+            Epochs::OfSteps => None,
+            Epochs::For { steps, within: [least, most] } => {
+                Some(steps.div_ceil(batches.max(1) as u64).clamp(least, most))
+            }
         }
     }
 
@@ -100,7 +123,7 @@ impl Length {
 
     /// Whether only the steps say how long it is.
     pub(crate) fn is_open(self) -> bool {
-        self.epochs.is_none()
+        self.epochs == Epochs::OfSteps
     }
 }
 

@@ -11,7 +11,7 @@ const FLAGS: [(&str, &str); 22] = [
     ("--download", "Fetch the data set's files"),
     ("--model <MODEL>", "mnist-cnn"),
     ("--conv-bn <CONV_BN>", "keeps one tensor a block"),
-    ("--epochs <N>", "[default: 5 for photographs, else 1]"),
+    ("--epochs <N>", "[default: 5 to 50 for photographs, else 1]"),
     ("--schedule <SCHEDULE>", "else one-cycle"),
     ("--steps <N>", "Stop after this many steps"),
     ("--batch-size <N>", "Images a step"),

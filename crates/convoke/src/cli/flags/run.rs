@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use crate::cli::failure::{Failure, Result};
 use crate::cli::registry::{Data, data_parser, datasets, model, model_parser, optimizer_parser};
-use crate::cli::run::{BatchSize, DataSource, Length, Run};
+use crate::cli::run::{BatchSize, DataSource, Epochs, Length, Run};
 use crate::cli::{model_file, open_model, places, published};
 use crate::nn::data::{DatasetSpec, Listed};
 use crate::nn::models::ModelSpec;
@@ -81,9 +81,10 @@ pub(crate) struct RunArgs {
     #[arg(long, value_parser = precision(), default_value = "f32", help_heading = "Model")]
     pub(crate) precision: Precision,
 
-    /// Times to go through the training images [default: 5 for photographs, else 1].
+    /// Times to go through the training images [default: 5 to 50 for photographs, else 1].
     ///
-    /// With --steps alone there are as many epochs as the steps need.
+    /// The fewer photographs, the more epochs: as many as give 300 steps, with --weights 100 and at most 20. With --steps alone there are as
+    /// many epochs as the steps need.
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=1_000_000), help_heading = "Training")]
     pub(crate) epochs: Option<u32>,
 
@@ -104,8 +105,8 @@ pub(crate) struct RunArgs {
 
     /// Learning rate, the largest of the schedule.
     ///
-    /// The default is 1 for adadelta, 0.01 for sgd, and 0.001 for adamw and adam; with one-cycle and without --weights it is three times as
-    /// much, but 1 for adadelta.
+    /// The default is 1 for adadelta, 0.01 for sgd, and 0.001 for adamw and adam; with one-cycle, without --weights and not for photographs it
+    /// is three times as much, but 1 for adadelta.
     #[arg(long, value_name = "X", value_parser = positive, help_heading = "Training")]
     pub(crate) lr: Option<f64>,
 
@@ -191,14 +192,20 @@ impl RunArgs {
             (false, true) => 32,
             (false, false) => 128,
         };
-        let usual_epochs = if has_photos { 5 } else { 1 };
+        let usual_epochs = match (has_photos, self.weights.is_some()) {
+            (false, _) => Epochs::Given(1),
+            (true, false) => Epochs::For { steps: 300, within: [5, 50] },
+            // What is known already is learnt sooner.
+            (true, true) => Epochs::For { steps: 100, within: [5, 20] },
+        };
         let batch = BatchSize {
             images: self.batch_size.unwrap_or(usual_batch) as usize,
             is_given: self.batch_size.is_some(),
         };
         let epochs = match (self.epochs, self.steps) {
-            (None, Some(_)) => None,
-            (epochs, _) => Some(u64::from(epochs.unwrap_or(usual_epochs))),
+            (None, Some(_)) => Epochs::OfSteps,
+            (Some(epochs), _) => Epochs::Given(epochs.into()),
+            (None, None) => usual_epochs,
         };
         let length = Length { epochs, steps: self.steps };
         let (model, weights) = self.model()?;
@@ -307,9 +314,11 @@ impl RunArgs {
         let mut options = OptimizerOptions::default();
         (options.momentum, options.nesterov) = (self.momentum, self.recipe.nesterov);
         let rule = self.optimizer.rule(&options);
-        // At the top of a cycle, and with random weights, steps may be larger.
+        // At the top of a cycle, and with random weights, steps may be larger. Photographs are few, and so are the steps: running
+        // statistics do not follow then.
         let rises = self.recipe.schedule_name(length.is_open()) == ScheduleName::OneCycle;
-        let peak = if rises && self.weights.is_none() { self.optimizer.peak() } else { 1.0 };
+        let is_steady = self.weights.is_some() || self.dataset().is_some_and(DatasetSpec::takes_photos);
+        let peak = if rises && !is_steady { self.optimizer.peak() } else { 1.0 };
         let learning_rate = self.lr.unwrap_or(peak * rule.learning_rate());
         let weight_decay = self.weight_decay.unwrap_or(rule.weight_decay());
         rule.with_learning_rate(learning_rate).with_weight_decay(weight_decay)
