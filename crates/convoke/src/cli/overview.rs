@@ -159,10 +159,18 @@ fn class_lines(train: &dyn Dataset, validation: &dyn Dataset, console: &Console)
             classes.iter().map(|&class| format!("{} {}", label(class), thousands(all(class) as usize)));
         texts.collect::<Vec<_>>().join(", ")
     };
-    if order.len() <= LISTED {
+    order.sort_by_key(|&class| all(class));
+    if train.class_names().is_empty()
+        && let [least, .., most] = order[..].iter().map(|&class| all(class) as usize).collect::<Vec<_>>()[..]
+    {
+        lines.push(match least == most {
+            true => format!("  {} of each class", thousands(least)),
+            false => format!("  {} to {} of each class", thousands(least), thousands(most)),
+        });
+    } else if order.len() <= LISTED {
+        order.sort_unstable();
         lines.push(format!("  {}", text(&order)));
     } else {
-        order.sort_by_key(|&class| all(class));
         lines.push(format!("  from {} to {}", text(&order[..3]), text(&order[order.len() - 1..])));
     }
     let most = train_counts.iter().copied().max().unwrap_or(0);

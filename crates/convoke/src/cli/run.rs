@@ -143,7 +143,8 @@ impl DataSource {
         let is_plain = |c: char| c.is_alphanumeric() || "._-".contains(c);
         match name {
             Some(name) => name.chars().map(|c| if is_plain(c) { c } else { '-' }).collect(),
-            None => self.choice.to_string(),
+            // `auto` has become one of them.
+            None => self.spec.map_or_else(|| self.choice.to_string(), |spec| spec.name().to_owned()),
         }
     }
 

@@ -41,10 +41,12 @@ pub(crate) struct Session {
     evaluation: Option<Evaluation>,
     plan: Option<MemoryPlan>,
     checkpoint: Option<PathBuf>,
+    /// Whether a flag names that folder.
+    has_own_checkpoint: bool,
     /// Keeps other runs out of the folder of checkpoints.
     _held: Option<FolderLock>,
-    /// Whether anything has been saved in `checkpoint`.
-    saved: Cell<bool>,
+    /// Whether anything has been saved in `checkpoint`, and it is not in the folder of the run.
+    saved_elsewhere: Cell<bool>,
     /// What `train` keeps, and when it ends early.
     keep: Option<Keeping>,
     /// Whether the time of the run is over.
@@ -156,7 +158,8 @@ impl Session {
             plan,
             checkpoint: checkpoint.map(Path::to_owned),
             _held: held,
-            saved: Cell::new(false),
+            saved_elsewhere: Cell::new(false),
+            has_own_checkpoint: run.checkpoint.is_some(),
             keep: keep.zip(metric).map(|(keep, metric)| Keeping {
                 folder,
                 board,
@@ -324,7 +327,7 @@ impl Session {
             }
             if let Some(folder) = &self.checkpoint {
                 self.trainer.save(folder).map_err(Failure::of_training)?;
-                self.saved.set(true);
+                self.saved_elsewhere.set(self.has_own_checkpoint);
             }
             Ok(())
         })?
@@ -389,7 +392,7 @@ impl Session {
 
     /// The record of the run: the same on all ranks, except for times and bytes, which are the rank's own.
     pub(crate) fn finish(self) -> Result<RunRecord> {
-        if let Some(folder) = self.checkpoint.as_deref().filter(|_| self.saved.get()) {
+        if let Some(folder) = self.checkpoint.as_deref().filter(|_| self.saved_elsewhere.get()) {
             output::announce("--checkpoint", folder);
         }
         let finished = Finished {

@@ -20,7 +20,7 @@ fn plain_lines_and_a_table() {
     let notes: Vec<&str> = outcome.stderr.lines().collect();
     let begins = |line: &str, words: &str| assert!(line.starts_with(words), "no {words} in {notes:#?}");
     begins(notes[0], "data: mnist, 140 images, 10 classes; 110 to train, 30 to validate");
-    begins(notes[1], "  0 14, 1 14, ");
+    begins(notes[1], "  14 of each class");
     begins(notes[2], "model: mnist-cnn, 1,199,978 parameters, random weights");
     begins(notes[3], "recipe: adamw, learning rate 0.001, 3 steps, 25 images each");
     // The first step says nothing of the others.
