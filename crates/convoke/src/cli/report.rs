@@ -10,7 +10,7 @@ use super::record::{Results, RunRecord, ValidationRecord};
 use super::{output, summary, text};
 
 /// If there are more losses than this, neighbours are averaged: a line is 636 units wide, and losses of single batches scatter.
-const MOST_POINTS: usize = 300;
+const MOST_POINTS: usize = 120;
 
 /// Writes the page; it appears whole or not at all.
 pub(crate) fn write(flag: &str, file: &Path, results: &Results) -> Result<()> {
