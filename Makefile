@@ -91,11 +91,11 @@ package:
 # build the kernels again, with other features of the crates below them.
 smoke:
 	cargo build --release --bins --examples
-	target/release/convoke train --steps 20 --report target/smoke.html --json target/smoke.json
+	target/release/convoke train --steps 20 --no-output --report target/smoke.html --json target/smoke.json
 	target/release/convoke compare --steps 3 --batch-size 64
-	target/release/convoke train --steps 5 --ranks 2 --sync-bn
+	target/release/convoke train --steps 5 --ranks 2 --sync-bn --no-output
 	target/release/examples/custom_function
-	target/release/examples/own_model train --data scenes --batch-size 16 --steps 5 --ranks 2 --sync-bn
+	target/release/examples/own_model train --data scenes --no-output --batch-size 16 --steps 5 --ranks 2 --sync-bn
 	target/release/examples/own_model plan --model gated-unet --plan-time 0 --effort heuristic --batch-size 8
 	target/release/examples/synchronized_layer
 
@@ -157,7 +157,7 @@ sweep:
 tensorboard:
 	cargo build --release --bins --examples
 	rm -rf target/tensorboard && mkdir -p target
-	target/release/convoke train --data digits --epochs 2 --batch-size 500 --tensorboard target/tensorboard --json target/tensorboard.json
+	target/release/convoke train --data digits --epochs 2 --batch-size 500 --no-output --tensorboard target/tensorboard --json target/tensorboard.json
 	$(PYTHON) tools/check_tensorboard.py target/tensorboard target/tensorboard.json
 
 # Rewrites the golden files; PYTHON must have torch, numpy, tensorflow-cpu and onnx.

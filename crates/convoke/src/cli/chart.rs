@@ -199,7 +199,7 @@ fn labels<'a>(dots: &[(f64, f64, &'a str)]) -> Vec<(f64, f64, &'a str)> {
     let mut placed = Vec::new();
     for &(x, y, label) in dots.iter().filter(|dot| !dot.2.is_empty()) {
         // Room for the large letters of narrow screens.
-        let (width, height) = (11.0 * label.chars().count() as f64, 20.0);
+        let (width, height) = (12.0 * label.chars().count() as f64, 23.0);
         let aside = width / 2.0 + 9.0;
         // Near an end of the plot, above and below move inwards.
         let inwards = x.clamp(left + width / 2.0, (SIZE.0 - right - width / 2.0).max(left + width / 2.0));
@@ -353,7 +353,7 @@ mod tests {
         ]);
         assert_eq!(
             found,
-            [(100.0, 89.0, "1"), (102.0, 126.0, "2"), (660.0, 89.0, "separate"), (300.0, 67.0, "up")]
+            [(100.0, 89.0, "1"), (102.0, 126.0, "2"), (656.0, 89.0, "separate"), (300.0, 67.0, "up")]
         );
         // No room is left around the second dot.
         let crowd: Vec<_> =
