@@ -61,12 +61,12 @@ const TRAIN: &str = "train";
 pub(crate) fn parse(arguments: Vec<OsString>) -> Result<Args> {
     let matches = matches(&arguments).unwrap_or_else(|error| error.exit());
     let Some(train) = matches.subcommand_matches(TRAIN) else { return Ok(args(&matches)) };
+    let flags = flags();
     let (file, run) = match (train.get_one::<PathBuf>("config"), resumed(train)?) {
         (Some(file), _) => (file.clone(), None),
         (None, Some(run)) => (run.join(SETTINGS), Some(run)),
-        (None, None) => return with_settings(&matches),
+        (None, None) => return with_settings(&matches, &flags),
     };
-    let flags = flags();
     let Settings(settings) = Settings::read(&file, &flags)?;
     if run.is_some() {
         check_kept(train, &flags, &settings, &file)?;
@@ -83,7 +83,7 @@ pub(crate) fn parse(arguments: Vec<OsString>) -> Result<Args> {
         all.extend(["--output".into(), run.into()]);
     }
     // What is wrong now came from the file.
-    with_settings(&self::matches(&all).map_err(|error| refused(&file, &first_lines(&error)))?)
+    with_settings(&self::matches(&all).map_err(|error| refused(&file, &first_lines(&error)))?, &flags)
 }
 
 fn matches(arguments: &[OsString]) -> std::result::Result<ArgMatches, clap::Error> {
@@ -95,10 +95,10 @@ fn args(matches: &ArgMatches) -> Args {
 }
 
 /// The arguments, with the settings that `train` writes into the run's folder.
-fn with_settings(matches: &ArgMatches) -> Result<Args> {
+fn with_settings(matches: &ArgMatches, flags: &[Flag]) -> Result<Args> {
     let mut args = args(matches);
     if let (Command::Train(train), Some(matches)) = (&mut args.command, matches.subcommand_matches(TRAIN)) {
-        train.keep.settings = Settings::of(matches, &flags())?;
+        train.keep.settings = Settings::of(matches, flags)?;
     }
     Ok(args)
 }

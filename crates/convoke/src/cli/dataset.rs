@@ -1,5 +1,6 @@
 //! Finding, downloading or generating the data set.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use crate::nn::data::photos::{EXTENSIONS, OTHER_EXTENSIONS, PhotoAugmentation, PhotoSettings};
@@ -136,7 +137,7 @@ pub(crate) fn with_remedy(spec: Option<&DatasetSpec>, failure: Failure) -> Failu
 }
 
 /// The ending of a file that is an image of a kind that is not read.
-pub(crate) fn unread_kind(file: &Path) -> Option<String> {
+fn unread_kind(file: &Path) -> Option<String> {
     let kind = file.extension()?.to_str()?.to_lowercase();
     (!EXTENSIONS.contains(&kind.as_str()) && OTHER_EXTENSIONS.contains(&kind.as_str())).then_some(kind)
 }
@@ -144,9 +145,21 @@ pub(crate) fn unread_kind(file: &Path) -> Option<String> {
 /// Tells which photographs were left out.
 pub(crate) fn report_skipped(part: &str, skipped: &[(PathBuf, String)], console: &Console) {
     const LISTED: usize = 20;
-    // The overview counts images of kinds that are not read.
-    let listed: Vec<&String> =
-        skipped.iter().filter(|(file, _)| unread_kind(file).is_none()).map(|(_, reason)| reason).collect();
+    let mut kinds: BTreeMap<String, usize> = BTreeMap::new();
+    let mut listed = Vec::new();
+    for (file, reason) in skipped {
+        match unread_kind(file) {
+            Some(kind) => *kinds.entry(kind).or_default() += 1,
+            None => listed.push(reason),
+        }
+    }
+    if let Some(first) = kinds.keys().next() {
+        let counts: Vec<String> = kinds.iter().map(|(kind, count)| format!("{count} .{kind}")).collect();
+        console.line(&format!(
+            "ignored: {} of {part}, which are not read; ImageMagick converts them: `magick mogrify -format jpg *.{first}`",
+            counts.join(", ")
+        ));
+    }
     if listed.is_empty() {
         return;
     }
@@ -172,7 +185,7 @@ fn generate_noise(run: &Run, console: &Console) -> Result<Datasets> {
 }
 
 /// What is said of a run that Ctrl-C ends while the data is loaded.
-const BEFORE: &str = "interrupted before the first step";
+pub(crate) const BEFORE: &str = "interrupted before the first step";
 
 /// How a folder of photographs may look.
 const EXAMPLE: &str = "A folder for each class holds its photographs:\n\n    \

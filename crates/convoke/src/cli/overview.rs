@@ -1,7 +1,5 @@
 //! What a run begins with, as a few lines: the data, the model and how it is trained.
 
-use std::collections::BTreeMap;
-
 use crate::Device;
 use crate::nn::data::photos;
 use crate::nn::data::{Dataset, class_counts};
@@ -27,7 +25,7 @@ const LISTED: usize = 12;
 const LOOKED_AT: usize = 64;
 /// With fewer photographs to train on, a class is hardly learnt.
 const FEW: u64 = 10;
-/// A class is rare if the most frequent one is so many times as frequent.
+/// A class is rare if the largest class has at least this many times as many images.
 const RARE: u64 = 4;
 
 /// What is known of a run's model and steps.
@@ -125,7 +123,6 @@ fn data_lines(run: &Run, rank: &Rank<'_>) -> Result<Vec<String>> {
         let [_, height, width] = info.shape();
         lines.push(format!("  the model sees {height} x {width} pixels, {flips}"));
     }
-    lines.extend(ignored(train.skipped().iter().chain(validation.skipped())));
     Ok(lines)
 }
 
@@ -144,7 +141,7 @@ fn chosen(train: &dyn Dataset, validation: &dyn Dataset) -> String {
 fn class_lines(train: &dyn Dataset, validation: &dyn Dataset, console: &Console) -> Result<Vec<String>> {
     let count = |data: &dyn Dataset| {
         class_counts(data, &console.data_progress())
-            .map_err(|error| dataset::failure(error.into(), "", "interrupted before the first step"))
+            .map_err(|error| dataset::failure(error.into(), "", dataset::BEFORE))
     };
     let (train_counts, validation_counts) = (count(train)?, count(validation)?);
     let label = |class: usize| match train.class_names().get(class) {
@@ -212,24 +209,4 @@ fn size_line(data: &dyn Dataset) -> Option<String> {
             Some(format!("  of {height} x {width} to {most_height} x {most_width} pixels"))
         }
     }
-}
-
-/// What was left out of a folder, by why.
-fn ignored<'a>(skipped: impl Iterator<Item = &'a (std::path::PathBuf, String)>) -> Vec<String> {
-    let mut kinds: BTreeMap<String, usize> = BTreeMap::new();
-    for (file, _) in skipped {
-        if let Some(kind) = dataset::unread_kind(file) {
-            *kinds.entry(kind).or_default() += 1;
-        }
-    }
-    if kinds.is_empty() {
-        return Vec::new();
-    }
-    let counts: Vec<String> =
-        kinds.iter().map(|(kind, count)| format!("{} .{kind}", thousands(*count))).collect();
-    let first = kinds.keys().next().expect("it is not empty");
-    vec![format!(
-        "  ignored: {}, which are not read; ImageMagick converts them: `magick mogrify -format jpg *.{first}`",
-        counts.join(", ")
-    )]
 }

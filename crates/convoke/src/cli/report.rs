@@ -104,8 +104,7 @@ fn loss(runs: &[RunRecord]) -> String {
         });
         Line { class: escape(&run.conv_bn), points: points.collect(), dots: Vec::new() }
     };
-    let lines: Vec<Line> = runs.iter().map(line).collect();
-    let mut lines = lines;
+    let mut lines: Vec<Line> = runs.iter().map(line).collect();
     let losses = || lines.iter().flat_map(|line| &line.points).map(|point| point.1).filter(|y| y.is_finite());
     let (mut least, mut most) = (losses().fold(f64::INFINITY, f64::min), losses().fold(0.0, f64::max));
     let gaps = losses().count() < lines.iter().map(|line| line.points.len()).sum();

@@ -239,12 +239,16 @@ impl Session {
 
     /// A progress display over the epoch of the next step.
     pub(crate) fn stage(&self, console: &Console) -> Stage {
-        let (batches, batch) = (self.trainer.batches_per_epoch() as u64, self.trainer.batch() as u64);
-        let left = self.total_steps.saturating_sub(self.trainer.steps());
-        let mut stage =
-            console.stage(&self.epoch(self.trainer.steps() + 1), batch, Some(batches.min(batch + left)));
+        let mut stage = self.stage_of(console, self.trainer.steps() + 1, self.trainer.batch() as u64);
         stage.line_soon();
         stage
+    }
+
+    /// A progress display over the epoch of a step, of which `done` steps are done.
+    fn stage_of(&self, console: &Console, step: u64, done: u64) -> Stage {
+        let left = self.total_steps.saturating_sub(self.trainer.steps());
+        let last = done.saturating_add(left).min(self.trainer.batches_per_epoch() as u64);
+        console.stage(&self.epoch(step), done, Some(last))
     }
 
     /// The epoch of a step as text, such as `epoch 2/5`; steps count from 1.
@@ -293,7 +297,7 @@ impl Session {
         let batches = self.trainer.batches_per_epoch() as u64;
         let (epoch, done) = (step.div_ceil(batches), (step - 1) % batches + 1);
         if !stage.is_named(&self.epoch(step)) {
-            std::mem::replace(stage, self.resumed_stage(console, step, done)).end();
+            std::mem::replace(stage, self.stage_of(console, step, done)).end();
         }
         if done == batches || step == self.total_steps {
             stage.line_soon();
@@ -307,13 +311,6 @@ impl Session {
             &format!("loss {loss:.4}, learning rate {learning_rate:.2e}, {rate:.0} img/s"),
             left,
         );
-    }
-
-    /// A progress display of the epoch of a step that is done, of which this many steps are.
-    fn resumed_stage(&self, console: &Console, step: u64, done: u64) -> Stage {
-        let batches = self.trainer.batches_per_epoch() as u64;
-        let last = batches.min(self.total_steps.saturating_sub(step).saturating_add(done));
-        console.stage(&self.epoch(step), done, Some(last))
     }
 
     /// Saves a checkpoint after each epoch, after the last step, and when the run is cut short.

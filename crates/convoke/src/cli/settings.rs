@@ -1,8 +1,7 @@
 //! The settings of a run as a file. It has a line for each flag, named as on the command line without the dashes: `batch-size = 32`,
 //! `trivial-augment = true`, `freeze = ["stem", "layer1"]`.
 
-use std::ffi::{OsStr, OsString};
-use std::iter;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use clap::ArgMatches;
@@ -14,7 +13,7 @@ use super::failure::{Failure, Result};
 use super::flags::place::Place;
 use super::model_file::is_onnx;
 use super::output;
-use super::text::shell;
+use super::text::{nearest, shell};
 
 /// The settings in the folder of a run.
 pub(crate) const SETTINGS: &str = "run.toml";
@@ -140,11 +139,9 @@ impl Settings {
                 Err(refused(file, &format!("{name} is no setting: give --{name} on the command line")))
             }
             Some(name) => {
-                let alike = |flag: &&Flag| strsim::normalized_damerau_levenshtein(name, &flag.name);
-                let nearest = flags.iter().max_by(|one, other| alike(one).total_cmp(&alike(other)));
-                let nearest = nearest.filter(|flag| alike(flag) > 0.6);
+                let nearest = nearest(name, flags.iter().map(|flag| (flag.name.clone(), ())));
                 let proposal =
-                    nearest.map_or_else(String::new, |flag| format!(": did you mean {}?", flag.name));
+                    nearest.map_or_else(String::new, |(flag, ())| format!(": did you mean {flag}?"));
                 Err(refused(file, &format!("{name} is no flag of `convoke train`{proposal}")))
             }
         }
@@ -166,29 +163,17 @@ impl Settings {
 
 /// A flag with its value as the command line has them.
 pub(crate) fn as_arguments(name: &str, value: &Value) -> std::result::Result<Vec<OsString>, String> {
-    let flag = || OsString::from(format!("--{name}"));
+    // Flag and value are one word, because a value may begin with a dash.
+    let word = |value: &Value| match as_text(value) {
+        Some(text) => Ok(OsString::from(format!("--{name}={text}"))),
+        None => Err(format!("{name}: expected a number, a text, true, false or a list of these")),
+    };
     match value {
-        Value::Boolean(true) => Ok(vec![flag()]),
+        Value::Boolean(true) => Ok(vec![format!("--{name}").into()]),
         Value::Boolean(false) => Ok(Vec::new()),
-        Value::Array(values) => {
-            let texts = values.iter().map(as_text).collect::<Option<Vec<_>>>().ok_or_else(|| unfit(name))?;
-            Ok(texts.into_iter().flat_map(|text| [flag(), text.into()]).collect())
-        }
-        // As one word, because a value may begin with a dash.
-        value => {
-            let text = as_text(value).ok_or_else(|| unfit(name))?;
-            Ok(iter::once(OsStr::new("--").to_owned())
-                .map(|mut word| {
-                    word.push(format!("{name}={text}"));
-                    word
-                })
-                .collect())
-        }
+        Value::Array(values) => values.iter().map(word).collect(),
+        value => Ok(vec![word(value)?]),
     }
-}
-
-fn unfit(name: &str) -> String {
-    format!("{name}: expected a number, a text, true, false or a list of these")
 }
 
 /// A value as the command line has it; lists as they are written in one word.

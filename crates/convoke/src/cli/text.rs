@@ -28,6 +28,15 @@ pub(crate) fn shell(text: impl Display) -> String {
     shlex::try_quote(&text).map_or_else(|_| text.clone(), Into::into)
 }
 
+/// What is called most like `wanted`, in whatever case, if anything is called nearly so.
+pub(crate) fn nearest<T>(wanted: &str, all: impl Iterator<Item = (String, T)>) -> Option<(String, T)> {
+    const SIMILAR: f64 = 0.6;
+    let wanted = wanted.to_lowercase();
+    let alike = |name: &str| strsim::normalized_damerau_levenshtein(&wanted, &name.to_lowercase());
+    let scored = all.map(|(name, what)| (alike(&name), name, what)).filter(|(score, ..)| *score >= SIMILAR);
+    scored.max_by(|one, other| one.0.total_cmp(&other.0)).map(|(_, name, what)| (name, what))
+}
+
 /// `1,199,882`.
 pub(crate) fn thousands(count: usize) -> String {
     let digits = count.to_string();

@@ -301,7 +301,10 @@ fn predict_reads_standard_input() {
     let found = with_input(&image, &["-"]).exits(0);
     assert!(found.stdout.starts_with("-: "), "{}", found.stdout);
     assert_eq!(of(&found.stdout), of(&by_name.stdout));
+    // Whoever has photographs of a kind that is not read is told so.
+    fs::write(here.join("photos/sand/phone.HEIC"), "x").unwrap();
     let found = with_input(b"photos/sky/0.png\nphotos/sand\n", &["-"]).exits(0);
+    assert!(found.stderr.contains("ignored: 1 .heic of photos/sand, which are not read"), "{}", found.stderr);
     assert_eq!(found.stdout.lines().count(), 11, "{}", found.stdout);
     assert_eq!(of(found.stdout.lines().next().unwrap()), of(by_name.stdout.trim_end()));
     with_input(b"", &["-"]).check(1, &["standard input is empty"]).unwrap();

@@ -7,12 +7,11 @@ use convoke_files::escaped;
 
 use crate::cli::failure::{Failure, Result};
 use crate::cli::registry::{Data, datasets};
+use crate::cli::text;
 use crate::nn::data::DatasetSpec;
 
 /// The data set of any folder that holds no other one.
 const FOLDER: &str = "folder";
-/// Names that are at least this similar are proposed.
-const SIMILAR: f64 = 0.6;
 
 /// What DATA stands for.
 pub(crate) struct Place {
@@ -75,13 +74,6 @@ fn nearest(argument: &Path, names: &[&str]) -> Option<String> {
     let folders = fs::read_dir(listed).into_iter().flatten().flatten().filter(|entry| entry.path().is_dir());
     let folders = folders.filter_map(|entry| Some((entry.file_name().to_str()?.to_owned(), true)));
     let names = names.iter().map(|name| ((*name).to_owned(), false));
-    let scored = folders.chain(names).map(|(name, is_folder)| (alike(wanted, &name), name, is_folder));
-    let (_, name, is_folder) =
-        scored.filter(|(score, ..)| *score >= SIMILAR).max_by(|one, other| one.0.total_cmp(&other.0))?;
+    let (name, is_folder) = text::nearest(wanted, folders.chain(names))?;
     Some(if is_folder { parent.join(name).display().to_string() } else { name })
-}
-
-/// How alike two names are, from 0 to 1, in whatever case.
-fn alike(one: &str, other: &str) -> f64 {
-    strsim::normalized_damerau_levenshtein(&one.to_lowercase(), &other.to_lowercase())
 }
