@@ -1,7 +1,7 @@
 # What CI runs is in .ci/run. Targets select all packages, as `cargo test` does: with a single one the crates below it would have
 # other features, and the kernels would be built again, which takes minutes.
 
-.PHONY: check test wrapping browser external external-found onnx sweep tensorboard mpi mpi-test mpi-lint python programs programs-quick format lint docs light book deny package smoke copies model fuzz fuzz-check sanitize goldens bench-peers table accuracy-peers accuracy-photographs
+.PHONY: check test wrapping browser external external-found onnx sweep tensorboard mpi mpi-test mpi-lint python programs programs-quick format lint docs light book deny unchanged package smoke copies model fuzz fuzz-check sanitize goldens bench-peers table accuracy-peers accuracy-photographs
 
 check: format test lint wrapping docs light smoke
 
@@ -82,6 +82,10 @@ book:
 # them. Needs `cargo install cargo-deny --locked`.
 deny:
 	cargo deny check --hide-inclusion-graph bans licenses sources
+
+# Fails if the clone has files that git neither knows nor ignores: a test or a command has left them.
+unchanged:
+	@left=$$(git status --porcelain) && test -z "$$left" || { echo "left in the clone:"; echo "$$left"; exit 1; }
 
 # A dry run of publishing; it contacts the registry.
 package:

@@ -27,9 +27,8 @@ fn train<'a>(flags: &[&'a str]) -> Vec<&'a str> {
     [&data[..], &["--sync-bn", "--effort", "heuristic"], flags].concat()
 }
 
-/// The command under `mpirun`; ranks outlive each other.
-fn launch(processes: usize, flags: &[&str]) -> Child {
-    let program = command(&train(&[&["--mpi", "--threads", "1"], flags].concat()));
+/// `mpirun` in the environment and the folder of `program`; ranks outlive each other.
+fn mpirun(processes: usize, program: &Command) -> Command {
     let mut mpirun = Command::new("mpirun");
     mpirun.args([
         "-n",
@@ -40,21 +39,24 @@ fn launch(processes: usize, flags: &[&str]) -> Child {
         "none",
     ]);
     mpirun.args(["--enable-recovery", "--mca", "orte_abort_on_non_zero_status", "0"]);
-    mpirun.arg(program.get_program()).args(program.get_args());
     mpirun.envs(program.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    mpirun.current_dir(program.get_current_dir().expect("a folder of the test's own"));
     mpirun.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    mpirun
+}
+
+/// The training command under `mpirun`.
+fn launch(processes: usize, flags: &[&str]) -> Child {
+    let program = command(&train(&[&["--mpi", "--threads", "1"], flags].concat()));
+    let mut mpirun = mpirun(processes, &program);
+    mpirun.arg(program.get_program()).args(program.get_args());
     mpirun.spawn().expect("mpirun starts")
 }
 
 /// `mpirun` of two programs, each with its arguments, one process of each.
 fn launch_both(first: &[&str], second: &[&str]) -> Child {
-    let program = command(&[]);
-    let mut mpirun = Command::new("mpirun");
-    mpirun.args(["-n", "1", "--oversubscribe", "--allow-run-as-root", "--bind-to", "none"]);
-    mpirun.args(["--enable-recovery", "--mca", "orte_abort_on_non_zero_status", "0"]);
+    let mut mpirun = mpirun(1, &command(&[]));
     mpirun.args(first).args([":", "-n", "1"]).args(second);
-    mpirun.envs(program.get_envs().filter_map(|(name, value)| Some((name, value?))));
-    mpirun.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     mpirun.spawn().expect("mpirun starts")
 }
 

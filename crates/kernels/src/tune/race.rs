@@ -118,10 +118,11 @@ impl Rules {
             Effort::Exhaustive => {
                 Rules { hopeless: f64::INFINITY, cuts: &[20.0, 10.0, 5.0, 5.0, 5.0, 2.0], rounds: 31 }
             }
-            // One sample may be off by any factor, and a busy neighbour slows a few in a row.
+            // One sample may be off by any factor, and another program that has a processor for some milliseconds makes a few in a
+            // row take several times as long.
             _ => Rules {
                 hopeless: HOPELESS,
-                cuts: &[3.0, 2.0, 1.6, 1.5, 1.4, 1.3, 1.25, 1.2, 1.2, 1.15],
+                cuts: &[6.0, 5.0, 3.0, 2.0, 1.6, 1.5, 1.4, 1.3, 1.25, 1.2, 1.2, 1.15],
                 rounds: 25,
             },
         }
@@ -343,6 +344,8 @@ mod tests {
         neighbour: u64,
         /// When the machine falls to a third of its speed.
         slow_from: f64,
+        /// Whether another program takes turns of some milliseconds, in which a run takes four times as long.
+        shared: bool,
         runs: Vec<usize>,
     }
 
@@ -356,6 +359,7 @@ mod tests {
                 state: seed,
                 neighbour: seed << 32,
                 slow_from: f64::INFINITY,
+                shared: false,
                 runs,
             }
         }
@@ -386,6 +390,9 @@ mod tests {
             let span = (self.clock / 0.02) as u64 ^ self.neighbour;
             let disturbed = span.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 62 == 0;
             let slow = if self.clock >= self.slow_from { 3.0 } else { 1.0 };
+            let turn = (self.clock / 0.006) as u64 ^ self.neighbour;
+            let taken = self.shared && turn.wrapping_mul(0xd134_2543_de82_ef95) >> 63 == 0;
+            let noise = noise * if taken { 4.0 } else { 1.0 };
             let seconds = self.seconds[index] * noise * slow * if disturbed { 1.5 } else { 1.0 };
             self.clock += seconds * repeats as f64;
             seconds
@@ -426,6 +433,18 @@ mod tests {
             let bad = regrets.filter(|&regret| regret > 1.05).count();
             assert!(bad <= 2, "{effort:?}: {bad} of 200 races ended with a choice more than 5 % off");
         }
+    }
+
+    /// The fastest candidate may have its first runs while another program has a processor.
+    #[test]
+    fn a_program_that_takes_turns_rarely_costs_more_than_five_percent() {
+        let seconds = [1.0e-3, 1.3e-3, 1.2e-3, 2e-3, 1.0e-2, 4e-3];
+        let bad = (0..200).filter(|&seed| {
+            let mut trial = Simulated { shared: true, ..Simulated::new(&seconds, seed) };
+            best(&raced(&[1.0; 6], &mut trial, Effort::Measure, 1.0)) != 0
+        });
+        let bad = bad.count();
+        assert!(bad <= 20, "{bad} of 200 races ended with a choice more than 5 % off");
     }
 
     /// A candidate that was dropped while the machine was fast must not win by its times from then.
