@@ -23,7 +23,8 @@ pub struct DatasetInfo {
     pub height: usize,
     /// Width of an image in pixels, W.
     pub width: usize,
-    /// Number of classes; labels are `0..classes`. If targets are values, how many values an image or a pixel has.
+    /// Number of classes; labels are `0..classes`. If images have any number of labels, how many labels there are; if targets are values, how
+    /// many values an image or a pixel has.
     pub classes: usize,
     /// Whether images or pixels have labels, or values.
     pub targets: Targets,
@@ -125,6 +126,46 @@ pub struct PhotoOrigin {
     pub seed: u64,
 }
 
+/// The scale of the values of a training set, by which models scale their outputs, and losses their errors.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ValueScale {
+    /// The mean of each value over the training images.
+    pub mean: Vec<f32>,
+    /// The standard deviation of each; 1 if all are alike.
+    pub std: Vec<f32>,
+}
+
+impl ValueScale {
+    /// The scale of these values, `count` a sample, of which there is at least one.
+    pub fn of<'a>(samples: impl Iterator<Item = &'a [f32]> + Clone, count: usize) -> ValueScale {
+        let len = samples.clone().count().max(1) as f64;
+        let mean_of = |of: &dyn Fn(&[f32]) -> f64| samples.clone().map(of).sum::<f64>() / len;
+        let mean: Vec<f64> = (0..count).map(|at| mean_of(&|values| f64::from(values[at]))).collect();
+        let std = mean.iter().enumerate().map(|(at, mean)| {
+            let std = mean_of(&|values| (f64::from(values[at]) - mean).powi(2)).sqrt() as f32;
+            if std > 0.0 && std.is_finite() { std } else { 1.0 }
+        });
+        ValueScale { std: std.collect(), mean: mean.iter().map(|mean| *mean as f32).collect() }
+    }
+
+    /// Checks that it fits this many values.
+    ///
+    /// # Errors
+    /// [`DataError::Inconsistent`] unless there is a finite mean and a positive standard deviation for each.
+    pub fn check(&self, dataset: &str, count: usize) -> Result<(), DataError> {
+        let wrong = |field, expected: &str, found: &[f32]| {
+            Err(DataError::inconsistent(dataset, field, expected, format!("{found:?}")))
+        };
+        if self.mean.len() != count || !self.mean.iter().all(|mean| mean.is_finite()) {
+            return wrong("mean of values", "one finite number per value", &self.mean);
+        }
+        if self.std.len() != count || !self.std.iter().all(|std| std.is_finite() && *std > 0.0) {
+            return wrong("std of values", "one positive number per value", &self.std);
+        }
+        Ok(())
+    }
+}
+
 /// What [`Dataset::sample`] gives: the sample, or an error whose text [`DataError::Sample`] repeats.
 pub(crate) type SampleResult<'a> = Result<Sample<'a>, Box<dyn Error + Send + Sync>>;
 
@@ -181,9 +222,14 @@ pub trait Dataset: Send + Sync {
         self.len() == 0
     }
 
-    /// The names of the classes, in the order of the labels; none if they are only numbered.
+    /// The names of the classes, in the order of the labels, or of the values; none if they are only numbered.
     fn class_names(&self) -> &[String] {
         &[]
+    }
+
+    /// The scale of the values, where targets are values that differ in scale from those of a model's last layer.
+    fn value_scale(&self) -> Option<ValueScale> {
+        None
     }
 
     /// How photographs became this set; none for sets of other kinds.

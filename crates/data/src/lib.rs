@@ -49,7 +49,7 @@ mod threads;
 pub use augmentation::{Augmentation, View, Views};
 pub use catalog::{Catalog, Listed, NameError};
 pub use class_counts::class_counts;
-pub use dataset::{Dataset, DatasetInfo, Datasets, MAX_CLASSES, PhotoOrigin, TrainTest, from_fn};
+pub use dataset::{Dataset, DatasetInfo, Datasets, MAX_CLASSES, PhotoOrigin, TrainTest, ValueScale, from_fn};
 pub use digits::digits;
 pub use error::{DataError, MirrorFailure};
 pub use in_memory::InMemory;

@@ -310,6 +310,8 @@ impl Listed for DatasetSpec {
             #[cfg(feature = "images")]
             super::photos::folder_spec(),
             #[cfg(feature = "images")]
+            super::photos::labels_spec(),
+            #[cfg(feature = "images")]
             super::photos::masks_spec(),
         ]
     }

@@ -23,7 +23,12 @@ pub enum Targets {
         /// The label of pixels without a class (void), which count neither in a loss nor in a metric.
         ignore: Option<i64>,
     },
-    /// Each image has numbers: regression, or several classes at once (0 or 1 for each).
+    /// Each image has any number of labels: 1 for each label that it has, 0 for the others.
+    Labels {
+        /// How many labels there are.
+        count: usize,
+    },
+    /// Each image has numbers: regression.
     Values {
         /// The shape of the numbers of one image: \[n, 1, 1] for n numbers, \[n, H, W] for n numbers a pixel.
         shape: [usize; 3],
@@ -53,6 +58,9 @@ impl Targets {
             Targets::Pixels { ignore } => {
                 Kind { what: "a label for each pixel", of_pixels: true, ignore, ..image }
             }
+            Targets::Labels { count } => {
+                Kind { what: "any number of labels for each image", classes: false, each: count, ..image }
+            }
             Targets::Values { shape: [each, 1, 1] } => {
                 Kind { what: "values for each image", classes: false, each, ..image }
             }
@@ -70,6 +78,11 @@ impl Targets {
     /// Whether each image or pixel has a class, not values.
     pub fn are_classes(self) -> bool {
         self.kind().classes
+    }
+
+    /// Whether each image has any number of labels.
+    pub fn are_labels(self) -> bool {
+        matches!(self, Targets::Labels { .. })
     }
 
     /// Whether each pixel has a class or values, not each image.
@@ -90,7 +103,14 @@ impl Targets {
 
     /// Checks that images of this kind can have such targets. Otherwise gives what is expected, and what was found.
     pub(super) fn check(self, info: &DatasetInfo) -> Result<(), [String; 2]> {
-        let Targets::Values { shape } = self else { return Ok(()) };
+        let shape = match self {
+            Targets::Labels { count } if count == info.classes => return Ok(()),
+            Targets::Labels { count } => {
+                return Err([format!("{} labels", info.classes), count.to_string()]);
+            }
+            Targets::Values { shape } => shape,
+            Targets::Image | Targets::Pixels { .. } => return Ok(()),
+        };
         let (classes, whole @ [height, width]) = (info.classes, [info.height, info.width]);
         let fits = shape[0] == classes && (shape[1..] == [1, 1] || shape[1..] == whole);
         if fits && self.len(whole) < usize::MAX {
@@ -121,7 +141,7 @@ pub enum Target<'a> {
     Classes(Cow<'a, [i64]>),
     /// The class of each pixel in bytes; a single byte may also be the class of the image.
     Bytes(Cow<'a, [u8]>),
-    /// Values in the shape that [`Targets::Values`] tells, in C order.
+    /// Values in the shape that [`Targets::Values`] tells, in C order; or 0 or 1 for each of [`Targets::Labels`].
     Values(Cow<'a, [f32]>),
 }
 

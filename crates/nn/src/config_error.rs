@@ -66,6 +66,16 @@ pub enum ConfigError {
         /// The data set.
         data: String,
     },
+    /// The objective has scales for another number of values than the images have.
+    #[error("scales for {scales} values, {data} has {values}")]
+    ValueScale {
+        /// How many scales there are.
+        scales: usize,
+        /// How many values an image has.
+        values: usize,
+        /// The data set.
+        data: String,
+    },
     /// A class weight is negative, infinite or NaN.
     #[error("a class weight is {0}, it must be finite and not negative")]
     ClassWeight(f64),

@@ -1,10 +1,15 @@
-//! Compares predictions with labels: the confusion matrix, and accuracy and intersection over union from it.
+//! Compares predictions with what is true: the confusion matrix, with accuracy and intersection over union from it; counts of labels; errors
+//! of numbers.
+
+mod values;
 
 use convoke_autograd::{MemoryFormat, Tensor};
 use convoke_kernels::{Stored, dispatch_stored};
 
 use crate::data::MAX_CLASSES;
 use crate::{Error, Result};
+
+pub use values::{LabelCounts, ValueErrors};
 
 /// The confusion matrix: for each true class, how often each class was predicted. It counts images or pixels, classes x classes.
 ///

@@ -10,7 +10,7 @@ use convoke_autograd::{Error, Result, Tensor};
 use serde::{Deserialize, Serialize, Serializer};
 
 use crate::ConfigError;
-use crate::data::{DatasetInfo, TargetBatch, Targets};
+use crate::data::{DatasetInfo, TargetBatch, Targets, ValueScale};
 
 /// The sum of a batch's losses, and what it takes to make it a mean.
 #[derive(Debug, Clone)]
@@ -72,7 +72,7 @@ pub struct Objective {
 #[derive(Clone)]
 enum Kind {
     CrossEntropy(CrossEntropy),
-    MeanSquaredError,
+    MeanSquaredError(SquaredError),
     BinaryCrossEntropy,
     Custom(Arc<str>, Arc<dyn Loss>),
 }
@@ -84,6 +84,14 @@ pub struct CrossEntropy {
     pub label_smoothing: f64,
     /// The weight of each class; `None` means 1 for all.
     pub class_weights: Option<Vec<f64>>,
+}
+
+/// Options of the mean squared error.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+struct SquaredError {
+    /// What the error of each value of an image is divided by; `None` means 1 for all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    std: Option<Vec<f32>>,
 }
 
 impl CrossEntropy {
@@ -107,7 +115,17 @@ impl Objective {
 
     /// The mean of the squared errors of all values.
     pub fn mean_squared_error() -> Objective {
-        Objective { kind: Kind::MeanSquaredError, metrics: Vec::new() }
+        Objective { kind: Kind::MeanSquaredError(SquaredError::default()), metrics: Vec::new() }
+    }
+
+    /// The same objective where errors count in standard deviations of the values, so that values of all scales count alike: for the mean
+    /// squared error, of values of an image. Others stay as they are.
+    #[must_use]
+    pub fn with_value_scale(mut self, scale: ValueScale) -> Objective {
+        if let Kind::MeanSquaredError(options) = &mut self.kind {
+            options.std = Some(scale.std);
+        }
+        self
     }
 
     /// The binary cross-entropy between the output's sigmoid and the values (0 to 1), averaged over all values: for images that
@@ -134,11 +152,13 @@ impl Objective {
         self
     }
 
-    /// The default for these targets: cross-entropy against labels, mean squared error against values.
+    /// The default for these targets: cross-entropy against classes, binary cross-entropy where images have any number of labels, mean
+    /// squared error against values.
     pub fn usual(targets: Targets) -> Objective {
-        match targets.are_classes() {
-            true => Objective::cross_entropy(CrossEntropy::default()),
-            false => Objective::mean_squared_error(),
+        match (targets.are_classes(), targets.are_labels()) {
+            (true, _) => Objective::cross_entropy(CrossEntropy::default()),
+            (false, true) => Objective::binary_cross_entropy_with_logits(),
+            (false, false) => Objective::mean_squared_error(),
         }
     }
 
@@ -176,7 +196,7 @@ impl Objective {
     pub fn name(&self) -> &str {
         match &self.kind {
             Kind::CrossEntropy(_) => "cross-entropy",
-            Kind::MeanSquaredError => "mean-squared-error",
+            Kind::MeanSquaredError(_) => "mean-squared-error",
             Kind::BinaryCrossEntropy => "binary-cross-entropy",
             Kind::Custom(name, _) => name,
         }
@@ -194,7 +214,7 @@ impl Objective {
         };
         match &self.kind {
             Kind::CrossEntropy(_) if has_values => other_targets("labels", "values"),
-            Kind::MeanSquaredError | Kind::BinaryCrossEntropy if !has_values => {
+            Kind::MeanSquaredError(_) | Kind::BinaryCrossEntropy if !has_values => {
                 other_targets("values", "labels")
             }
             Kind::CrossEntropy(CrossEntropy { label_smoothing, class_weights }) => {
@@ -214,7 +234,14 @@ impl Objective {
                     None => Ok(()),
                 }
             }
-            Kind::MeanSquaredError | Kind::BinaryCrossEntropy => Ok(()),
+            Kind::MeanSquaredError(SquaredError { std: Some(std) }) if std.len() != info.label_len() => {
+                Err(ConfigError::ValueScale {
+                    scales: std.len(),
+                    values: info.label_len(),
+                    data: info.name.clone(),
+                })
+            }
+            Kind::MeanSquaredError(_) | Kind::BinaryCrossEntropy => Ok(()),
             Kind::Custom(_, loss) => loss.check(info).map_err(ConfigError::Loss),
         }
     }
@@ -243,11 +270,19 @@ impl Objective {
                 let (sum, weight) = weighted_nll_loss(output, labels, Reduction::Sum, &options)?;
                 Ok(LossSum { sum, weight })
             }
-            Kind::MeanSquaredError | Kind::BinaryCrossEntropy => {
+            Kind::MeanSquaredError(_) | Kind::BinaryCrossEntropy => {
                 let values = targets.values().ok_or_else(|| self.other_targets())?;
                 let target = values_like(output, values)?;
                 let sum = match &self.kind {
-                    Kind::MeanSquaredError => mse_loss(output, &target, Reduction::Sum)?,
+                    Kind::MeanSquaredError(SquaredError { std: None }) => {
+                        mse_loss(output, &target, Reduction::Sum)?
+                    }
+                    Kind::MeanSquaredError(SquaredError { std: Some(std) }) => {
+                        let factors: Vec<f32> =
+                            std.iter().map(|std| std.recip()).cycle().take(values.len()).collect();
+                        let factors = values_like(output, &factors)?;
+                        mse_loss(&output.mul(&factors)?, &target.mul(&factors)?, Reduction::Sum)?
+                    }
                     _ => binary_cross_entropy_with_logits(output, &target, Reduction::Sum)?,
                 };
                 Ok(LossSum { sum, weight: values.len() as f64 })
@@ -263,7 +298,7 @@ impl Objective {
     /// The names of the metrics that evaluation reports, other than the loss and, where there are labels, the accuracy.
     pub(crate) fn metrics(&self) -> Vec<&str> {
         let own = match &self.kind {
-            Kind::MeanSquaredError => Some(MEAN_ABSOLUTE_ERROR),
+            Kind::MeanSquaredError(_) => Some(MEAN_ABSOLUTE_ERROR),
             Kind::BinaryCrossEntropy => Some(ACCURACY),
             Kind::CrossEntropy(_) | Kind::Custom(..) => None,
         };
@@ -278,13 +313,13 @@ impl Objective {
             place[0] += sum;
             place[1] += weight;
         };
-        if let (Kind::MeanSquaredError | Kind::BinaryCrossEntropy, Some(values)) =
+        if let (Kind::MeanSquaredError(_) | Kind::BinaryCrossEntropy, Some(values)) =
             (&self.kind, targets.values())
         {
             let found: Vec<f64> = output.detach().to_dtype(convoke_autograd::DType::F64)?.to_vec()?;
             let pairs = found.iter().zip(values).map(|(found, &value)| (*found, f64::from(value)));
             let sum: f64 = match self.kind {
-                Kind::MeanSquaredError => pairs.map(|(found, value)| (found - value).abs()).sum(),
+                Kind::MeanSquaredError(_) => pairs.map(|(found, value)| (found - value).abs()).sum(),
                 _ => pairs.filter(|(logit, value)| (*logit > 0.0) == (*value > 0.5)).count() as f64,
             };
             add((sum, values.len() as f64));
@@ -317,6 +352,7 @@ impl PartialEq for Objective {
     fn eq(&self, other: &Objective) -> bool {
         match (&self.kind, &other.kind) {
             (Kind::CrossEntropy(own), Kind::CrossEntropy(other)) => own == other,
+            (Kind::MeanSquaredError(own), Kind::MeanSquaredError(other)) => own == other,
             _ => self.name() == other.name(),
         }
     }
@@ -337,6 +373,8 @@ pub(crate) struct ObjectiveRecord {
     name: String,
     #[serde(flatten)]
     options: Option<CrossEntropy>,
+    #[serde(flatten)]
+    squared_error: SquaredError,
 }
 
 impl From<&Objective> for ObjectiveRecord {
@@ -345,7 +383,11 @@ impl From<&Objective> for ObjectiveRecord {
             Kind::CrossEntropy(options) => Some(options.clone()),
             _ => None,
         };
-        ObjectiveRecord { name: objective.name().to_owned(), options }
+        let squared_error = match &objective.kind {
+            Kind::MeanSquaredError(options) => options.clone(),
+            _ => SquaredError::default(),
+        };
+        ObjectiveRecord { name: objective.name().to_owned(), options, squared_error }
     }
 }
 

@@ -37,7 +37,7 @@ pub(crate) fn load(run: &Run, processes: usize, console: &Console) -> Result<Dat
             load_named(spec, run, processes, console)?
         }
     };
-    fits::check(&run.model, data.train.info())?;
+    fits::check(&run.model_for(data.train.as_ref()), data.train.info())?;
     Ok(data)
 }
 
@@ -46,8 +46,11 @@ fn check_names(run: &Run) -> Result<()> {
     let Some(spec) = run.source.spec else { return Ok(()) };
     match spec.usual() {
         // Only the files show the size of the images, so sizes are not checked here.
-        Some(info) if spec.has_any_size() && run.model.check_targets(info).is_ok() => Ok(()),
-        Some(info) => fits::check(&run.model, info),
+        Some(info) => {
+            let model = run.model.predicting(info.targets, None);
+            let fits = spec.has_any_size() && model.check_targets(info).is_ok();
+            if fits { Ok(()) } else { fits::check(&model, info) }
+        }
         None => Ok(()),
     }
 }
@@ -191,7 +194,8 @@ pub(crate) const BEFORE: &str = "interrupted before the first step";
 const EXAMPLE: &str = "A folder for each class holds its photographs:\n\n    \
     photos/cat/1.jpg\n    photos/cat/2.jpg\n    photos/dog/1.jpg\n\n\
     With folders train and val in photos, and the classes in each, you choose what training is validated on. For a class of each pixel, \
-    photos/images/1.jpg has its mask in photos/masks/1.png";
+    photos/images/1.jpg has its mask in photos/masks/1.png. For any number of labels, or for numbers to predict, photos/labels.csv names \
+    an image in its first column and has a column for each label (0 or 1) or number";
 
 /// `hint` says how to get the data; it is shown if the data is missing. `interrupted` is what is said after Ctrl-C.
 pub(crate) fn failure(error: LoadError, hint: &str, interrupted: &str) -> Failure {

@@ -1,5 +1,6 @@
 //! `convoke evaluate`: how good a trained model is on labelled images.
 
+use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,6 +11,7 @@ use serde::Serialize;
 
 use crate::nn::data::photos::{self, Normalisation, PhotoPart, PhotoSettings};
 use crate::nn::data::{DataError, Dataset, DatasetInfo, DatasetSpec, LoadOptions, PhotoOrigin, Sample};
+use crate::nn::metrics::LabelCounts;
 use crate::nn::training::{Evaluation, EvaluationOptions, evaluate};
 
 use super::console::Console;
@@ -17,7 +19,7 @@ use super::failure::{Failure, Result};
 use super::flags::place::Place;
 use super::flags::using::UsingArgs;
 use super::in_use::InUse;
-use super::quality::{ClassResults, Judged, percent};
+use super::quality::{ClassResults, Judged, ValueResults, percent};
 use super::registry::{Data, data_parser, datasets};
 use super::text::shell;
 use super::{dataset, json, output, page, places, text};
@@ -69,7 +71,13 @@ struct Results<'a> {
     accuracy: Option<f64>,
     top5_accuracy: Option<f64>,
     mean_iou: Option<f64>,
+    /// Where images have any number of labels: the mean of their F1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    mean_f1: Option<f64>,
     classes: Vec<ClassResults>,
+    /// Where numbers are predicted.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    values: Vec<ValueResults>,
     /// How often images or pixels of each class (row) were taken for each (column).
     confusion: Vec<&'a [u64]>,
     version: &'static str,
@@ -122,7 +130,9 @@ pub(crate) fn run(args: &EvaluateArgs) -> Result<()> {
         accuracy: evaluation.accuracy,
         top5_accuracy: evaluation.top5_accuracy,
         mean_iou: evaluation.mean_iou,
+        mean_f1: evaluation.labels.as_ref().and_then(LabelCounts::mean_f1),
         classes: judged.classes(),
+        values: judged.values(),
         confusion: counts.map_or_else(Vec::new, |(counts, classes)| counts.chunks(classes).collect()),
         version: env!("CARGO_PKG_VERSION"),
     };
@@ -136,6 +146,7 @@ fn rows(evaluation: &Evaluation) -> Vec<Vec<String>> {
         ("accuracy", evaluation.accuracy),
         ("top-5 accuracy", evaluation.top5_accuracy),
         ("mean IoU", evaluation.mean_iou),
+        ("mean F1", evaluation.labels.as_ref().and_then(LabelCounts::mean_f1)),
     ];
     for (name, share) in shares {
         rows.extend(share.map(|share| vec![name.to_owned(), percent(share)]));
@@ -234,11 +245,19 @@ impl Loading<'_> {
         folder: &Path,
         trained_on: bool,
     ) -> Result<(String, Arc<dyn Dataset>)> {
+        let failure = |error: DataError| {
+            let hint = "--split names a part of the folder, or `all` of it";
+            dataset::failure(error.into(), hint, "interrupted")
+        };
         let part = match self.args.part.as_deref() {
             Some("all") => None,
             Some(part) => Some(part),
             None => {
-                let is_there = |part: &&str| folder.join(part).is_dir();
+                let table = match self.has_table(spec) {
+                    true => photos::label_parts(folder).map_err(failure)?,
+                    false => BTreeSet::new(),
+                };
+                let is_there = |part: &&str| folder.join(part).is_dir() || table.contains(*part);
                 let found = ["test", "val", "valid", "validation"].into_iter().find(is_there);
                 if found.is_none() && trained_on {
                     return self.named(spec, Some(folder));
@@ -251,21 +270,25 @@ impl Loading<'_> {
         let wanted = PhotoPart { name: part, class_names: &self.model.trained.card.class_names };
         let seed = self.origin.map_or(1, |origin| origin.seed);
         let load = || -> std::result::Result<Arc<dyn Dataset>, DataError> {
-            Ok(match self.model.info().targets.are_of_pixels() {
+            let targets = self.model.info().targets;
+            Ok(match targets.are_of_pixels() {
                 true => Arc::new(photos::masks_part(folder, wanted, &settings.for_masks(seed), &progress)?),
+                false if self.has_table(spec) => {
+                    let options = settings.for_folder(seed);
+                    Arc::new(photos::labels_part(folder, (wanted, targets), &options, &progress)?)
+                }
                 false => {
                     Arc::new(photos::folder_part(folder, wanted, &settings.for_folder(seed), &progress)?)
                 }
             })
         };
-        let data = load().map_err(|error| {
-            dataset::failure(
-                error.into(),
-                "--split names a part of the folder, or `all` of it",
-                "interrupted",
-            )
-        })?;
+        let data = load().map_err(failure)?;
         Ok((part.map_or_else(|| "all images".into(), |part| format!("the part {part}")), data))
+    }
+
+    /// Whether a table gives what is true of the photographs.
+    fn has_table(&self, spec: &DatasetSpec) -> bool {
+        spec.name() == "labels" || !self.model.info().targets.are_classes()
     }
 
     /// Photographs as the model takes them.

@@ -9,10 +9,12 @@ use super::registry::{RANDOM, datasets, models};
 /// Fails if the model cannot be trained on this data; the error lists data and models that would fit.
 pub(crate) fn check(model: &ModelSpec, info: &DatasetInfo) -> Result<()> {
     let Err(error) = model.check(info) else { return Ok(()) };
-    let fits = |spec: &&DatasetSpec| spec.usual().is_some_and(|info| model.check(info).is_ok());
+    let fits = |spec: &&DatasetSpec| {
+        spec.usual().is_some_and(|info| model.predicting(info.targets, None).check(info).is_ok())
+    };
     // Noise is made in the shape that the model takes.
     let data: Vec<&str> = datasets().iter().filter(fits).map(DatasetSpec::name).chain([RANDOM]).collect();
-    let models = models().iter().filter(|model| model.check(info).is_ok());
+    let models = models().iter().filter(|model| model.predicting(info.targets, None).check(info).is_ok());
     let models: Vec<&str> = models.map(ModelSpec::name).collect();
     let models = if models.is_empty() { "none".into() } else { models.join(", ") };
     Err(Failure::Usage(format!(

@@ -179,6 +179,7 @@ fn build(card: &ModelCard, folder: &Path, device: &Device) -> Result<(ModelSpec,
             .map_err(|error| Failure::Run(format!("the model was trained from an ONNX file: {error}")))?,
         _ => named(&card.model)?,
     };
+    let spec = spec.predicting(card.data.targets, card.value_scale.as_ref());
     spec.check_targets(&card.data).map_err(|error| Failure::Run(error.to_string()))?;
     let mut options = spec.options(ConvBnMode::Fused);
     (options.image, options.classes) = (card.data.shape(), card.data.classes);
@@ -192,9 +193,17 @@ fn of_onnx(file: &Path, device: &Device) -> Result<TrainedModel> {
     let read = onnx::read(file)?;
     let own = read.metadata.get(METADATA).map(|json| ModelCard::from_json(json)).transpose();
     let own = own.map_err(|reason| Failure::Run(format!("{}: {METADATA}: {reason}", escaped(&name))))?;
-    let spec = ModelSpec::of_graph(&name, read.definition)?;
+    let mut spec = ModelSpec::of_graph(&name, read.definition)?;
     let card = match own {
-        Some(card) => card,
+        Some(card) => {
+            // The layers of the file scale their output already; the loss is told by how much.
+            spec = spec.predicting(card.data.targets, None);
+            if let Some(scale) = card.value_scale.clone() {
+                let objective = spec.objective().with_value_scale(scale);
+                spec = spec.with_objective(objective);
+            }
+            card
+        }
         None => {
             console::note(&format!(
                 "note: {} does not say how its images are normalised: ImageNet's mean and standard deviation are used",

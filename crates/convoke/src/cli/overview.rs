@@ -1,8 +1,10 @@
 //! What a run begins with, as a few lines: the data, the model and how it is trained.
 
+use std::path::Path;
+
 use crate::Device;
 use crate::nn::data::photos;
-use crate::nn::data::{Dataset, class_counts};
+use crate::nn::data::{Dataset, Target, class_counts};
 use crate::nn::data_parallel::Sampler;
 use crate::nn::modules::ConvBnMode;
 use crate::nn::training::TrainingConfig;
@@ -49,10 +51,10 @@ pub(crate) fn show(run: &Run, rank: &Rank<'_>, overview: Overview<'_>) -> Result
 pub(crate) fn of_plan(run: &Run, rank: &Rank<'_>) -> Result<()> {
     let data = rank.data.train.as_ref();
     let balanced = || dataset::balanced_weights(data, rank.console);
-    let config = run.config(ConvBnMode::Fused, data.len(), balanced)?;
-    let mut options = run.model.options(ConvBnMode::Fused);
+    let config = run.config(ConvBnMode::Fused, data, balanced)?;
+    let mut options = config.model.options(ConvBnMode::Fused);
     (options.image, options.classes) = (data.info().shape(), data.info().classes);
-    let model = run.model.build(&Init::new(&Device::cpu()?, run.seed), &options)?;
+    let model = config.model.build(&Init::new(&Device::cpu()?, run.seed), &options)?;
     let batches = Sampler::batches_of(data.len(), config.batch_size);
     let overview = Overview {
         config: &config,
@@ -101,18 +103,22 @@ fn data_lines(run: &Run, rank: &Rank<'_>) -> Result<Vec<String>> {
     let (info, is_of_photos) = (train.info(), train.photos().is_some());
     let what = if is_of_photos { "photograph" } else { "image" };
     let title = escaped(run.source.title()).to_string();
-    let classes = match info.targets.are_classes() {
-        true => format!(", {}", counted_classes(info.classes)),
-        false => String::new(),
+    let classes = match (info.targets.are_classes(), info.targets.are_labels()) {
+        (true, _) => format!(", {}", counted_classes(info.classes)),
+        (false, true) => format!(", any of {}", counted(info.classes, "label")),
+        (false, false) if info.targets.are_of_pixels() => String::new(),
+        (false, false) => format!(", {} to predict", counted(info.classes, "number")),
     };
     let [all, train_len, validation_len] =
         [train.len() + validation.len(), train.len(), validation.len()].map(thousands);
     let mut lines = vec![format!(
         "data: {title}, {all} {what}s{classes}; {train_len} to train, {validation_len} to validate{}",
-        chosen(train, validation)
+        chosen(run, train, validation)
     )];
     if info.targets.are_classes() && !info.targets.are_of_pixels() {
         lines.extend(class_lines(train, validation, rank.console)?);
+    } else if !info.targets.are_of_pixels() && is_of_photos {
+        lines.push(value_line(train)?);
     }
     if is_of_photos {
         lines.extend(size_line(train));
@@ -131,10 +137,42 @@ fn counted_classes(count: usize) -> String {
 }
 
 /// How validation was chosen, if the folder does not say it.
-fn chosen(train: &dyn Dataset, validation: &dyn Dataset) -> String {
+fn chosen(run: &Run, train: &dyn Dataset, validation: &dyn Dataset) -> String {
     let parent = |data: &dyn Dataset| Some(data.file(0)?.parent()?.to_owned());
-    let is_split = train.photos().is_some() && parent(train).is_some() && parent(train) == parent(validation);
+    // A table may tell the parts of images that lie in one folder.
+    let has_parts = |folder: &Path| photos::label_parts(folder).is_ok_and(|parts| !parts.is_empty());
+    let is_told = run.source.data_dir.as_deref().is_some_and(has_parts);
+    let is_split = train.photos().is_some()
+        && parent(train).is_some()
+        && parent(train) == parent(validation)
+        && !is_told;
     if is_split { " (chosen by --seed; --validation says how many)".into() } else { String::new() }
+}
+
+/// How often each label occurs, or the range of each number, among the training images.
+fn value_line(train: &dyn Dataset) -> Result<String> {
+    let info = train.info();
+    // The least, the largest and the sum of each value.
+    let mut found = vec![(f32::INFINITY, f32::NEG_INFINITY, 0.0_f64); info.classes];
+    for index in 0..train.len() {
+        let target = train.target(index).map_err(|error| dataset::failure(error, "", dataset::BEFORE))?;
+        if let Target::Values(values) = &target {
+            for ((least, most, sum), value) in found.iter_mut().zip(&values[..]) {
+                (*least, *most, *sum) = (least.min(*value), most.max(*value), *sum + f64::from(*value));
+            }
+        }
+    }
+    let text = found.iter().enumerate().take(LISTED).map(|(at, (least, most, sum))| {
+        let name =
+            train.class_names().get(at).map_or_else(|| at.to_string(), |name| escaped(name).to_string());
+        match info.targets.are_labels() {
+            true => format!("{name} {}", thousands(*sum as usize)),
+            false => format!("{name} from {least} to {most}"),
+        }
+    });
+    let more = info.classes.saturating_sub(LISTED);
+    let text = text.collect::<Vec<_>>().join(", ");
+    Ok(if more > 0 { format!("  {text} and {more} more") } else { format!("  {text}") })
 }
 
 /// How many images the classes have, and what to do about it.

@@ -61,14 +61,20 @@ struct Image {
 }
 
 /// What was found in an image.
-#[derive(Serialize)]
+#[derive(Default, Serialize)]
 struct Found {
     image: String,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     predictions: Vec<Prediction>,
+    /// Where images have any number of labels: those that are more likely than not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    labels: Option<Vec<String>>,
     /// What a model that predicts values gives.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     values: Vec<f64>,
+    /// The names of these, if they have names.
+    #[serde(skip_serializing_if = "<[String]>::is_empty")]
+    value_names: Arc<[String]>,
     #[serde(skip_serializing_if = "Option::is_none")]
     mask: Option<String>,
 }
@@ -315,15 +321,23 @@ fn of_image(
     (output, size): (&[f32], Option<[usize; 2]>),
 ) -> Result<Found> {
     let file = image.file.display().to_string();
-    let found = |predictions, mask| Found { image: file.clone(), predictions, values: Vec::new(), mask };
+    let found = |predictions, mask| Found { image: file.clone(), predictions, mask, ..Found::default() };
     let named = |class: usize, probability: f64| Prediction {
         class: model.trained.card.class_name(class).into_owned(),
         probability,
     };
     let targets = model.info().targets;
+    if targets.are_labels() {
+        let shares = output.iter().map(|&logit| 1.0 / (1.0 + (-f64::from(logit)).exp()));
+        let likely = shares.clone().enumerate().filter(|(_, share)| *share > 0.5);
+        let labels = likely.map(|(label, share)| named(label, share).class).collect();
+        let ranked = ranked(shares, args.top).into_iter().map(|(label, share)| named(label, share));
+        return Ok(Found { labels: Some(labels), ..found(ranked.collect(), None) });
+    }
     if !targets.are_classes() {
+        let value_names = model.trained.card.class_names[..].into();
         let values = output.iter().map(|&value| f64::from(value)).collect();
-        return Ok(Found { values, ..found(Vec::new(), None) });
+        return Ok(Found { values, value_names, ..found(Vec::new(), None) });
     }
     if !targets.are_of_pixels() {
         let ranked = ranked(output.iter().map(|&value| f64::from(value)), args.top);
@@ -374,13 +388,21 @@ fn write_mask(folder: &Path, image: &Image, classes: &[u8], size: [usize; 2]) ->
 /// A line for each image.
 fn lines(found: &[Found]) -> String {
     let mut text = String::new();
-    for Found { image, predictions, values, mask } in found {
-        let classes = predictions.iter().map(|Prediction { class, probability }| {
+    for Found { image, predictions, labels, values, value_names, mask } in found {
+        // Of labels, those that the image hardly has are only in the files.
+        let is_shown =
+            |class: &String| labels.as_ref().is_none_or(|labels| labels.iter().any(|label| label == class));
+        let shown = predictions.iter().filter(|prediction| is_shown(&prediction.class));
+        let classes = shown.map(|Prediction { class, probability }| {
             format!("{} {:.2} %", escaped(class), 100.0 * probability)
         });
-        let values = values.iter().map(|value| format!("{value:.6}"));
+        let none = labels.iter().filter(|labels| labels.is_empty()).map(|_| "no label".to_owned());
+        let values = values.iter().enumerate().map(|(at, value)| match value_names.get(at) {
+            Some(name) => format!("{} {value:.6}", escaped(name)),
+            None => format!("{value:.6}"),
+        });
         let mask = mask.iter().map(|mask| format!("mask {}", escaped(mask)));
-        let parts: Vec<String> = classes.chain(values).chain(mask).collect();
+        let parts: Vec<String> = classes.chain(none).chain(values).chain(mask).collect();
         let _ = writeln!(text, "{}: {}", escaped(image), parts.join(", "));
     }
     text
@@ -403,7 +425,13 @@ fn csv(found: &[Found], top: usize) -> String {
     let values = found.iter().map(|found| found.values.len()).max().unwrap_or(0);
     let mut text = "image".to_owned();
     (1..=most).for_each(|rank| _ = write!(text, ",class_{rank},probability_{rank}"));
-    (1..=values).for_each(|value| _ = write!(text, ",value_{value}"));
+    let names = found.first().map_or(&[][..], |found| &found.value_names);
+    (0..values).for_each(|at| {
+        _ = match names.get(at) {
+            Some(name) => write!(text, ",{}", cell(name)),
+            None => write!(text, ",value_{}", at + 1),
+        }
+    });
     text.push_str("\r\n");
     for Found { image, predictions, values, .. } in found {
         text.push_str(&cell(image));
@@ -426,8 +454,7 @@ mod tests {
     #[test]
     fn cells_are_quoted_where_needed() {
         let prediction = |class: &str| Prediction { class: class.into(), probability: 0.5 };
-        let found =
-            |image: &str, predictions| Found { image: image.into(), predictions, values: vec![], mask: None };
+        let found = |image: &str, predictions| Found { image: image.into(), predictions, ..Found::default() };
         let text =
             csv(&[found("a,b.jpg", vec![prediction("x \"y\""), prediction("z")]), found("c.jpg", vec![])], 5);
         assert_eq!(

@@ -49,11 +49,56 @@ pub(crate) struct ClassResults {
     /// Where pixels have classes: intersection over union.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) iou: Option<f64>,
+    /// Where images have any number of labels: the harmonic mean of recall and precision.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) f1: Option<f64>,
+}
+
+/// The results for one of the numbers that are predicted.
+#[derive(Serialize)]
+pub(crate) struct ValueResults {
+    pub(crate) name: String,
+    pub(crate) mean_absolute_error: f64,
+    pub(crate) root_mean_squared_error: f64,
+    /// The coefficient of determination; none if all true numbers are alike.
+    pub(crate) r2: Option<f64>,
 }
 
 impl Judged {
-    /// The results for each class; none where there are no classes.
+    /// The results for each number that is predicted.
+    pub(crate) fn values(&self) -> Vec<ValueResults> {
+        let Some(errors) = &self.evaluation.errors else { return Vec::new() };
+        let (absolute, squared, r2) = (errors.mean_absolute(), errors.root_mean_squared(), errors.r2());
+        let of = |at: usize| ValueResults {
+            name: self.card.class_name(at).into_owned(),
+            mean_absolute_error: absolute[at],
+            root_mean_squared_error: squared[at],
+            r2: r2[at],
+        };
+        (0..errors.len()).map(of).collect()
+    }
+
+    /// The results for each label, where images have any number of them.
+    fn labels(&self) -> Vec<ClassResults> {
+        let Some(labels) = &self.evaluation.labels else { return Vec::new() };
+        let (count, recall, precision, f1) =
+            (labels.labelled(), labels.recall(), labels.precision(), labels.f1());
+        let of = |at: usize| ClassResults {
+            name: self.card.class_name(at).into_owned(),
+            count: count[at],
+            recall: recall[at],
+            precision: precision[at],
+            iou: None,
+            f1: f1[at],
+        };
+        (0..labels.len()).map(of).collect()
+    }
+
+    /// The results for each class or label; none where there are neither.
     pub(crate) fn classes(&self) -> Vec<ClassResults> {
+        if self.evaluation.labels.is_some() {
+            return self.labels();
+        }
         let Some(confusion) = &self.evaluation.confusion else { return Vec::new() };
         let (labelled, recall, precision) = (confusion.labelled(), confusion.recall(), confusion.precision());
         let iou = confusion.iou();
@@ -64,25 +109,43 @@ impl Judged {
             recall: recall[class],
             precision: precision[class],
             iou: iou[class].filter(|_| of_pixels),
+            f1: None,
         };
         (0..confusion.classes()).map(of).collect()
     }
 
-    /// The rows of a table of the classes, a heading first; none where there are no classes.
+    /// The rows of a table of the classes, labels or numbers, a heading first; none where there are none of them.
     pub(crate) fn rows(&self) -> Vec<Vec<String>> {
+        let texts = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect::<Vec<String>>();
+        let values = self.values();
+        if !values.is_empty() {
+            let heading = texts(&["number", "mean absolute error", "root mean squared error", "R2"]);
+            let row = |value: ValueResults| {
+                let r2 = value.r2.map_or_else(|| "-".into(), |r2| format!("{r2:.4}"));
+                let errors = [value.mean_absolute_error, value.root_mean_squared_error];
+                let [absolute, squared] = errors.map(|error| format!("{error:.4}"));
+                vec![escaped(&value.name).to_string(), absolute, squared, r2]
+            };
+            return [heading].into_iter().chain(values.into_iter().map(row)).collect();
+        }
         let classes = self.classes();
         if classes.is_empty() {
             return Vec::new();
         }
         let optional = |share: Option<f64>| share.map_or_else(|| "-".into(), percent);
         let has_iou = classes.iter().any(|class| class.iou.is_some());
-        let heading = ["class", "count", "recall", "precision", "IoU"].into_iter();
-        let mut rows = vec![heading.take(if has_iou { 5 } else { 4 }).map(str::to_owned).collect::<Vec<_>>()];
+        let are_labels = self.evaluation.labels.is_some();
+        let what = if are_labels { "label" } else { "class" };
+        let mut heading = texts(&[what, "count", "recall", "precision"]);
+        heading.extend(has_iou.then(|| "IoU".to_owned()));
+        heading.extend(are_labels.then(|| "F1".to_owned()));
+        let mut rows = vec![heading];
         for class in classes {
             let count = thousands(class.count as usize);
             let name = escaped(&class.name).to_string();
             let mut row = vec![name, count, optional(class.recall), optional(class.precision)];
             row.extend(has_iou.then(|| optional(class.iou)));
+            row.extend(are_labels.then(|| optional(class.f1)));
             rows.push(row);
         }
         rows
@@ -97,7 +160,12 @@ impl Judged {
         }
         let matrix = self.evaluation.confusion.as_ref().filter(|confusion| confusion.classes() <= MOST);
         let matrix = matrix.map_or_else(String::new, |confusion| self.matrix(confusion));
-        text.push_str(&columns(&[format!("<h2>Classes</h2>\n{}\n", table(&rows)), matrix]));
+        let heading = match (&self.evaluation.labels, &self.evaluation.errors) {
+            (Some(_), _) => "Labels",
+            (None, Some(_)) => "Numbers",
+            (None, None) => "Classes",
+        };
+        text.push_str(&columns(&[format!("<h2>{heading}</h2>\n{}\n", table(&rows)), matrix]));
         let images: String = self.evaluation.hardest.iter().filter_map(|image| self.picture(image)).collect();
         if !images.is_empty() {
             let _ = write!(

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::nn::data::{Augmentation, DatasetSpec, Mixing};
+use crate::nn::data::{Augmentation, Dataset, DatasetSpec, Mixing};
 use crate::nn::data_parallel::Sampler;
 use crate::nn::models::ModelSpec;
 use crate::nn::modules::ConvBnMode;
@@ -158,21 +158,27 @@ impl DataSource {
 }
 
 impl Run {
-    /// The configuration for this many images to train on; `balanced` gives the weights of classes with which all count alike.
+    /// The model as it is trained on this data: its last layer gives what there is to learn.
+    pub(crate) fn model_for(&self, data: &dyn Dataset) -> ModelSpec {
+        self.model.predicting(data.info().targets, data.value_scale().as_ref())
+    }
+
+    /// The configuration to train on this data; `balanced` gives the weights of classes with which all count alike.
     pub(crate) fn config(
         &self,
         conv_bn: ConvBnMode,
-        images: usize,
+        data: &dyn Dataset,
         balanced: impl FnOnce() -> Result<Vec<f64>>,
     ) -> Result<TrainingConfig> {
+        let (images, model) = (data.len(), self.model_for(data));
         let BatchSize { images: batch_size, is_given } = self.batch;
         let batch_size = if is_given { batch_size } else { batch_size.min(images.max(1)) };
         let steps = self.length.spanned_steps(Sampler::batches_of(images, batch_size));
         Ok(TrainingConfig {
-            model: self.model.clone(),
+            objective: self.objective(&model, balanced)?,
+            model,
             conv_bn,
             precision: self.precision,
-            objective: self.objective(balanced)?,
             rule: self.rule.clone(),
             schedule: self.recipe.schedule(steps, self.length.is_open()),
             warmup_steps: self.recipe.warmup,
@@ -190,8 +196,8 @@ impl Run {
     }
 
     /// The model's own objective, with smoothed labels and class weights if they are asked for.
-    fn objective(&self, balanced: impl FnOnce() -> Result<Vec<f64>>) -> Result<Objective> {
-        let mut own = self.model.objective();
+    fn objective(&self, model: &ModelSpec, balanced: impl FnOnce() -> Result<Vec<f64>>) -> Result<Objective> {
+        let mut own = model.objective();
         if let Some(weights) = &self.recipe.class_weights {
             let weights = match weights {
                 ClassWeights::Balanced => balanced()?,

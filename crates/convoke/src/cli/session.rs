@@ -84,7 +84,7 @@ impl Session {
         let cpu = cpu.clone();
         let device = Device::new(DeviceOptions { tuner: tuner.clone(), ..DeviceOptions::new(cpu.clone()) });
         let balanced = || dataset::balanced_weights(rank.data.train.as_ref(), rank.console);
-        let config = run.config(conv_bn, rank.data.train.len(), balanced)?;
+        let config = run.config(conv_bn, rank.data.train.as_ref(), balanced)?;
         let deadline = keep.and_then(|keep| Instant::now().checked_add(keep.time_limit?));
         let metric = keep.map(|keep| model_folder::metric(keep, rank.data.train.info())).transpose()?;
         let output = keep.and_then(|keep| keep.output.as_deref()).filter(|_| rank.is_first());
@@ -354,12 +354,15 @@ impl Session {
             let trained = epoch_loss(&self.trainer, self.trainer.epoch());
             let accuracy = share("accuracy", evaluation.accuracy);
             let iou = share("mean IoU", evaluation.mean_iou);
+            let metrics: String =
+                evaluation.metrics.iter().map(|(name, value)| format!(", {name} {value:.4}")).collect();
             let validations = self.trainer.validations();
             let best = self.keep.as_ref().and_then(|keep| model_folder::best(validations, keep.metric));
             let is_best = validations.len() > 1 && best.is_some() && best == validations.last();
             let mark = if is_best { ", the best so far" } else { "" };
-            console
-                .line(&format!("{epoch}: loss {trained:.4}, validation loss {loss:.4}{accuracy}{iou}{mark}"));
+            console.line(&format!(
+                "{epoch}: loss {trained:.4}, validation loss {loss:.4}{accuracy}{iou}{metrics}{mark}"
+            ));
         }
         Ok(finished)
     }

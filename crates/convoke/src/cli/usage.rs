@@ -42,10 +42,22 @@ struct Lines {
     /// Numbers with commas.
     mean: String,
     std: String,
-    /// Strings with commas; empty if the model has no classes for whole images.
+    /// Strings with commas; empty if the model has no classes, labels or numbers for whole images.
     classes: String,
+    shown: Shown,
     /// What the output is.
     output: &'static str,
+}
+
+/// What the output of a model for whole images becomes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Shown {
+    /// The likeliest classes.
+    Classes,
+    /// The labels that are more likely than not.
+    Labels,
+    /// The numbers by name.
+    Numbers,
 }
 
 impl Lines {
@@ -55,12 +67,13 @@ impl Lines {
         let crop = card.photos.as_ref().map_or(1.0, |photos| photos.crop_fraction);
         let numbers = |numbers: &[f32]| numbers.iter().map(f32::to_string).collect::<Vec<_>>().join(", ");
         let (of_classes, of_pixels) = (data.targets.are_classes(), data.targets.are_of_pixels());
-        let classes = match of_classes && !of_pixels {
-            true => {
+        let classes = match of_pixels {
+            false => {
                 (0..data.classes).map(|class| quoted(&card.class_name(class))).collect::<Vec<_>>().join(", ")
             }
-            false => String::new(),
+            true => String::new(),
         };
+        let are_labels = data.targets.are_labels();
         Lines {
             file: quoted(file),
             size,
@@ -70,7 +83,16 @@ impl Lines {
             mean: numbers(&data.mean),
             std: numbers(&data.std),
             classes,
+            shown: match (of_classes, are_labels) {
+                (true, _) => Shown::Classes,
+                (false, true) => Shown::Labels,
+                (false, false) => Shown::Numbers,
+            },
             output: match (of_classes, of_pixels) {
+                (false, false) if are_labels => {
+                    "scores of the labels, 1 x C; their sigmoids are probabilities"
+                }
+                (false, false) => "the numbers, 1 x C",
                 (true, false) => "scores of the classes, 1 x C",
                 (true, true) => "scores of the classes of each pixel, 1 x C x H x W",
                 (false, _) => "values",
@@ -86,10 +108,20 @@ impl Lines {
         };
         let end = match classes.is_empty() {
             true => format!("print(output.shape)  # {}\n", self.output),
-            false => "scores = numpy.exp(output[0] - output[0].max())\n\
-                      for share, name in sorted(zip(scores / scores.sum(), CLASSES), reverse=True)[:5]:\n    \
-                          print(f\"{name} {share:.2%}\")\n"
-                .into(),
+            false => match self.shown {
+                Shown::Classes => {
+                    "scores = numpy.exp(output[0] - output[0].max())\n\
+                     for share, name in sorted(zip(scores / scores.sum(), CLASSES), reverse=True)[:5]:\n    \
+                         print(f\"{name} {share:.2%}\")\n"
+                }
+                Shown::Labels => {
+                    "for share, name in zip(1 / (1 + numpy.exp(-output[0])), CLASSES):\n    \
+                         if share > 0.5:\n        \
+                             print(f\"{name} {share:.2%}\")\n"
+                }
+                Shown::Numbers => "for value, name in zip(output[0], CLASSES):\n    print(name, value)\n",
+            }
+            .into(),
         };
         let classes = if classes.is_empty() { String::new() } else { format!("CLASSES = [{classes}]\n") };
         format!(
@@ -118,6 +150,15 @@ impl Lines {
         let Lines { file, size: [height, width], cover: [rows, columns], mean, std, classes, .. } = self;
         let end = match classes.is_empty() {
             true => format!("console.log(output.dims);  // {}\n", self.output),
+            false if self.shown == Shown::Labels => format!(
+                "const classes = [{classes}];\n\
+                 const shares = Array.from(output.data, (score) => 1 / (1 + Math.exp(-score)));\n\
+                 console.log(classes.map((name, at) => [name, shares[at]]).filter(([, share]) => share > 0.5));\n"
+            ),
+            false if self.shown == Shown::Numbers => format!(
+                "const classes = [{classes}];\n\
+                 console.log(classes.map((name, at) => [name, output.data[at]]));\n"
+            ),
             false => format!(
                 "const classes = [{classes}];\n\
                  const most = Math.max(...output.data);\n\

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use super::program::{command, outcome, photographs, scenes, tiny_mnist};
-use super::{camvid, images};
+use super::{camvid, images, labels};
 
 /// First words of commands that this test does not run, and what does.
 const ELSEWHERE: &[(&str, &str)] = &[
@@ -130,6 +130,9 @@ impl Sandbox {
         photographs(&folder.join("other-photos"), 4);
         photographs(&folder.join("holiday"), 1);
         scenes(&folder.join("scenes"));
+        labels::with_table(&folder.join("pets"), "cat,dog", |is_sky, index| {
+            format!("{},{}", u8::from(is_sky), index % 2)
+        });
         let sky = folder.join("photos/sky");
         for name in ["new.jpg", "a.jpg", "cat.jpg", "dog.jpg", "street.jpg"] {
             fs::copy(sky.join("0.png"), folder.join(name)).unwrap();

@@ -9,6 +9,7 @@ mod export;
 mod hostile_files;
 mod images;
 mod json;
+mod labels;
 mod life;
 #[cfg(target_os = "linux")]
 mod memory;

@@ -124,7 +124,7 @@ fn models_and_data_that_do_not_fit() {
             &[
                 "resnet50 takes images of 32 x 32",
                 "digits has",
-                "--data that fits resnet50: cifar10, folder, random",
+                "--data that fits resnet50: cifar10, folder, labels, random",
             ],
         ),
         (&["--model", "resnet50", "--data", "digits"], &["--model that fits digits: mnist-cnn, resnet20"]),

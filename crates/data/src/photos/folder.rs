@@ -18,10 +18,12 @@ use super::super::dataset::{SampleResult, TargetResult};
 use super::super::threads::threads;
 use super::super::{
     DataError, Dataset, DatasetInfo, MAX_CLASSES, PhotoOrigin, Pixels, Progress, Sample, Target, TrainTest,
+    ValueScale,
 };
 use super::augmentation::PhotoAugmentation;
 use super::cache::{Budget, Cache};
 use super::geometry::Preparation;
+use super::labels::labels_part;
 use super::layout::{Layout, PhotoPart, part_folder};
 use super::listing::{EXTENSIONS, Lister, absolute, joined};
 use super::measure::{MeanAndStd, Normalisation, Skipped, sound};
@@ -73,7 +75,7 @@ impl Default for FolderOptions {
 }
 
 impl FolderOptions {
-    fn split(&self) -> Split {
+    pub(super) fn split(&self) -> Split {
         Split { share: self.validation_share, seed: self.seed }
     }
 
@@ -89,23 +91,46 @@ impl FolderOptions {
     }
 }
 
-/// Photographs with a class each, decoded when they are asked for.
+/// Photographs with a class each, or with labels or numbers, decoded when they are asked for.
 #[derive(Clone, Debug)]
 pub struct PhotoFolder {
-    info: DatasetInfo,
-    dir: Arc<Path>,
-    options: FolderOptions,
-    class_names: Arc<[String]>,
-    files: Vec<File>,
-    skipped: Skipped,
-    cache: Arc<Cache<Photo>>,
+    pub(super) info: DatasetInfo,
+    pub(super) dir: Arc<Path>,
+    pub(super) options: FolderOptions,
+    pub(super) class_names: Arc<[String]>,
+    pub(super) files: Vec<File>,
+    pub(super) skipped: Skipped,
+    pub(super) scale: Option<ValueScale>,
+    pub(super) cache: Arc<Cache<Photo>>,
 }
 
-/// An image: its path below the set's folder, and its class.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct File {
-    path: PathBuf,
-    class: usize,
+/// An image: its path below the set's folder, and what is to be learnt about it.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct File {
+    pub(super) path: PathBuf,
+    pub(super) target: FileTarget,
+}
+
+/// What is to be learnt about an image.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum FileTarget {
+    Class(usize),
+    /// Numbers, or 0 or 1 for each label.
+    Values(Box<[f32]>),
+}
+
+impl File {
+    fn target(&self) -> Target<'_> {
+        match &self.target {
+            FileTarget::Class(class) => Target::Class(*class as i64),
+            FileTarget::Values(values) => Target::Values(values[..].into()),
+        }
+    }
+
+    /// The class of an image that has one.
+    pub(super) fn class(&self) -> Option<usize> {
+        if let FileTarget::Class(class) = self.target { Some(class) } else { None }
+    }
 }
 
 /// Loads the training and the validation part of a folder. No image is opened, unless `options` ask for it.
@@ -147,6 +172,7 @@ pub fn folder(
             cache: Arc::new(Cache::new(files.len(), &budget)?),
             files,
             skipped,
+            scale: None,
         })
     };
     Ok(TrainTest::new(part(train, [unread, train_skipped].concat())?, part(validation, validation_skipped)?))
@@ -179,6 +205,7 @@ pub fn folder_part(
         cache: Arc::new(Cache::new(files.len(), &Budget::new(options.cache_bytes))?),
         files,
         skipped: [unread, skipped].concat(),
+        scale: None,
     })
 }
 
@@ -190,12 +217,11 @@ impl PhotoFolder {
     pub fn part(&self, name: &str, progress: &Progress<'_>) -> Result<PhotoFolder, DataError> {
         let normalisation = Normalisation::Given { mean: self.info.mean.clone(), std: self.info.std.clone() };
         let options = FolderOptions { normalisation, ..self.options.clone() };
-        folder_part(
-            &self.dir,
-            PhotoPart { name: Some(name), class_names: &self.class_names },
-            &options,
-            progress,
-        )
+        let part = PhotoPart { name: Some(name), class_names: &self.class_names };
+        match self.info.name == NAME {
+            true => folder_part(&self.dir, part, &options, progress),
+            false => labels_part(&self.dir, (part, self.info.targets), &options, progress),
+        }
     }
 
     /// The names of the classes; a label is a place in this list.
@@ -211,18 +237,18 @@ impl PhotoFolder {
         &self.files[index].path
     }
 
-    /// The class of an image.
+    /// The class of an image, if images have one.
     ///
     /// # Panics
     /// If `index` is not below [`Dataset::len`].
-    pub fn label(&self, index: usize) -> usize {
-        self.files[index].class
+    pub fn label(&self, index: usize) -> Option<usize> {
+        self.files[index].class()
     }
 
     /// How many images each class has.
     pub fn class_counts(&self) -> Vec<usize> {
         let mut counts = vec![0; self.class_names.len()];
-        self.files.iter().for_each(|file| counts[file.class] += 1);
+        self.files.iter().filter_map(File::class).for_each(|class| counts[class] += 1);
         counts
     }
 }
@@ -262,7 +288,11 @@ impl Dataset for PhotoFolder {
     }
 
     fn target(&self, index: usize) -> TargetResult<'_> {
-        Ok(Target::Class(self.label(index) as i64))
+        Ok(self.files[index].target())
+    }
+
+    fn value_scale(&self) -> Option<ValueScale> {
+        self.scale.clone()
     }
 
     fn sample(&self, index: usize, seed: Option<u64>) -> SampleResult<'_> {
@@ -270,21 +300,28 @@ impl Dataset for PhotoFolder {
         let photo = self.cache.get(index, Photo::bytes, || open(&self.dir, &self.files[index]))?;
         let drawn = self.options.augmentation.drawn(seed, photo.size(), preparation.size);
         let image = view::image(&photo, &drawn, preparation, &self.info.mean)?;
-        Ok(Sample {
-            image: Pixels::Interleaved(image.into()),
-            target: Target::Class(self.label(index) as i64),
-        })
+        Ok(Sample { image: Pixels::Interleaved(image.into()), target: self.files[index].target() })
     }
 }
 
 /// Opens an image of the set in this folder; errors name its path below the folder.
-fn open(dir: &Path, file: &File) -> Result<Photo, DataError> {
+pub(super) fn open(dir: &Path, file: &File) -> Result<Photo, DataError> {
     Photo::open_as(&dir.join(&file.path), &file.path)
 }
 
-fn info(options: &FolderOptions, classes: usize, (mean, std): &MeanAndStd) -> DatasetInfo {
+fn info(options: &FolderOptions, classes: usize, numbers: &MeanAndStd) -> DatasetInfo {
+    info_of(NAME, options, classes, numbers)
+}
+
+/// The info of images that are prepared by these options, with a class each.
+pub(super) fn info_of(
+    name: &str,
+    options: &FolderOptions,
+    classes: usize,
+    (mean, std): &MeanAndStd,
+) -> DatasetInfo {
     let Preparation { size: [height, width], channels, .. } = options.preparation;
-    DatasetInfo::of_images(NAME, [channels, height, width], classes, [mean, std])
+    DatasetInfo::of_images(name, [channels, height, width], classes, [mean, std])
 }
 
 /// The names of the classes: those of the folders in the training part that have images. The part is `below` the set's folder.
@@ -336,7 +373,7 @@ fn files(
             let expected = "a class of the training part";
             return Err(DataError::malformed(&dir.join(folder), "class", expected, "one that it lacks"));
         };
-        files.extend(found.into_iter().map(|path| File { path, class }));
+        files.extend(found.into_iter().map(|path| File { path, target: FileTarget::Class(class) }));
     }
     match files.is_empty() {
         true => Err(DataError::malformed(&joined(dir, below), "layout", LAYOUTS, "no folder of a class")),
@@ -362,12 +399,12 @@ fn checked(
     // A file of each class.
     let mut had_images = BTreeMap::new();
     for file in &files {
-        had_images.entry(file.class).or_insert_with(|| file.path.clone());
+        had_images.entry(file.class()).or_insert_with(|| file.path.clone());
     }
     let path = |file: &File| file.path.clone();
     let (files, skipped) = sound(files, path, |file| open(dir, file).map(|_| ()), progress)?;
     for file in &files {
-        had_images.remove(&file.class);
+        had_images.remove(&file.class());
     }
     match had_images.into_values().next() {
         Some(broken) => {
@@ -379,10 +416,14 @@ fn checked(
     }
 }
 
-/// Divides files, which are sorted by class, into those for training and those for validation.
-fn split(dir: &Path, split: &Split, files: Vec<File>) -> Result<(Vec<File>, Vec<File>), DataError> {
+/// Divides files, which are sorted by class if they have one, into those for training and those for validation.
+pub(super) fn split(
+    dir: &Path,
+    split: &Split,
+    files: Vec<File>,
+) -> Result<(Vec<File>, Vec<File>), DataError> {
     let mut is_validation = Vec::with_capacity(files.len());
-    for class in files.chunk_by(|a, b| a.class == b.class) {
+    for class in files.chunk_by(|a, b| a.class() == b.class()) {
         let paths: Vec<&Path> = class.iter().map(|file| file.path.as_path()).collect();
         is_validation.extend(split.of(&paths));
     }

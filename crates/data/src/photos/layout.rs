@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use super::super::DataError;
 use super::listing::Lister;
 
-const TRAIN: &str = "train";
+pub(super) const TRAIN: &str = "train";
 /// Names of the part that training is validated on, of which a set has one.
-const VALIDATION: [&str; 3] = ["val", "valid", "validation"];
+pub(super) const VALIDATION: [&str; 3] = ["val", "valid", "validation"];
 /// The part that is validated on if there is none of these.
-const TEST: &str = "test";
+pub(super) const TEST: &str = "test";
 
 /// Where the parts of a set are, as paths below its folder.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,8 +1,10 @@
-//! Data sets that are folders of photographs: classified by folder, or with a class for each pixel; and single photographs.
+//! Data sets that are folders of photographs: classified by folder, with a table of labels or numbers, or with a class for each pixel; and
+//! single photographs.
 //!
 //! ```text
 //! DIR/train/CLASS/IMAGE         DIR/val/CLASS/IMAGE    and test     folder: a class for each image
 //! DIR/CLASS/IMAGE                                                   the same, a share is for validation
+//! DIR/labels.csv                                                    labels: any number of labels for each image, numbers, or a class
 //! DIR/train/images/NAME.jpg     DIR/train/masks/NAME.png            masks: a class for each pixel; val and test likewise
 //! DIR/images/NAME.jpg           DIR/masks/NAME.png                  the same, a share is for validation
 //! ```
@@ -23,6 +25,7 @@ mod colour;
 mod decode;
 mod folder;
 mod geometry;
+mod labels;
 mod layout;
 mod listing;
 mod masks;
@@ -44,6 +47,7 @@ pub(crate) use decode::size as size_of_bytes;
 pub use decode::{MAX_PIXELS, MAX_SIDE};
 pub use folder::{FolderOptions, PhotoFolder, folder, folder_part};
 pub use geometry::Preparation;
+pub use labels::{label_parts, labels, labels_part};
 pub use layout::PhotoPart;
 pub use listing::{EXTENSIONS, Listed, OTHER_EXTENSIONS, images_below};
 pub use masks::{MAX_MASK_CLASSES, MaskOptions, NO_CLASS, PhotoMasks, masks, masks_part};
@@ -51,7 +55,7 @@ pub use measure::Normalisation;
 pub use photo::{Photo, size};
 pub use predicted::mask_png;
 pub use spec::PhotoSettings;
-pub(crate) use spec::{folder_spec, masks_spec};
+pub(crate) use spec::{folder_spec, labels_spec, masks_spec};
 pub use thumbnail::{Thumbnail, thumbnail};
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use super::super::{DataError, DatasetInfo, DatasetSpec, LoadOptions, Targets};
 use super::augmentation::PhotoAugmentation;
 use super::folder::{FolderOptions, folder};
 use super::geometry::{Preparation, setting};
+use super::labels::{has_table, labels};
 use super::masks::{MaskOptions, NO_CLASS, has_masks, masks};
 use super::measure::Normalisation;
 
@@ -102,6 +103,24 @@ pub(crate) fn folder_spec() -> DatasetSpec {
     .with_files(
         Path::is_dir,
         "Name the folder with --data-dir. It holds train/CLASS/IMAGE and val/CLASS/IMAGE, or CLASS/IMAGE",
+    )
+    .of_photos()
+}
+
+/// Photographs with labels or numbers, which a table gives.
+pub(crate) fn labels_spec() -> DatasetSpec {
+    let usual = DatasetInfo::of_noise("labels", [3, 224, 224], 2, Targets::Labels { count: 2 });
+    DatasetSpec::new(
+        "labels",
+        "Your own photographs with a table: in --data-dir, images and labels.csv, whose columns are an image's file and its labels (0 or 1), \
+         numbers, or class",
+        |options| Ok(labels(place(options)?, &options.photos.for_folder(options.seed), options.progress)?),
+    )
+    .with_info_of_any_size(usual)
+    .with_model("resnet18")
+    .with_files(
+        has_table,
+        "Name the folder with --data-dir. It holds labels.csv, or train/labels.csv and val/labels.csv, whose first column names images",
     )
     .of_photos()
 }

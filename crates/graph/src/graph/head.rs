@@ -136,6 +136,27 @@ impl Definition {
         Some(image)
     }
 
+    /// Multiplies each channel of the first output by a number, and adds another one.
+    #[doc(hidden)]
+    pub fn scale_output(&mut self, [factors, summands]: [&[f32]; 2]) {
+        for (op, name, numbers) in
+            [(Arithmetic::Mul, "/scale/std", factors), (Arithmetic::Add, "/scale/mean", summands)]
+        {
+            let constant = Op::Constant(Array::floats(numbers.iter().copied()));
+            let (numbers, scaled) = (self.fresh(name), self.fresh(&format!("{name}/output")));
+            let node = |name: &str, op: Op, inputs: Vec<String>| Node {
+                name: name.to_owned(),
+                op,
+                inputs,
+                outputs: vec![name.to_owned()],
+            };
+            self.nodes.push(node(&numbers, constant, Vec::new()));
+            let inputs = vec![self.outputs[0].clone(), numbers];
+            self.nodes.push(node(&scaled, Op::Arithmetic(op), inputs));
+            self.outputs[0] = scaled;
+        }
+    }
+
     /// Whether an output has as many classes as the input.
     fn keeps_classes(&self, op: &Op, inputs: &[String]) -> bool {
         let constant = |place: usize| inputs.get(place).and_then(|name| self.constant(name));

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use convoke_autograd::Result;
 use serde::{Serialize, Serializer};
 
-use crate::data::{Catalog, DataError, DatasetInfo, Listed, Progress, Targets, TrainTest, noise};
+use crate::data::{Catalog, DataError, DatasetInfo, Listed, Progress, Targets, TrainTest, ValueScale, noise};
 use crate::graph::{Definition, Graph};
 use crate::modules::ConvBnMode;
 use crate::objective::Objective;
@@ -33,6 +33,8 @@ pub struct ModelOptions {
 
 type Build = dyn Fn(&Init, &ModelOptions) -> Result<Box<dyn Module>> + Send + Sync;
 type Fits = dyn Fn(&DatasetInfo) -> bool + Send + Sync;
+type Define = dyn Fn(&ModelOptions) -> Result<Definition> + Send + Sync;
+type Start = dyn Fn(&dyn Module) -> Result<()> + Send + Sync;
 
 /// A description of a model: its name, the data that it takes, and how it is built. Everything that trains a model takes a spec,
 /// either the user's own or one of [`Catalog::builtin`].
@@ -67,6 +69,10 @@ pub struct ModelSpec {
     takes: Arc<str>,
     fits: Arc<Fits>,
     build: Arc<Build>,
+    /// The model as data that gives logits of classes, if it can be had so: with it, the last layer can give other targets.
+    define: Option<Arc<Define>>,
+    /// What sets the values that a model starts with, in order.
+    starts: Vec<Arc<Start>>,
 }
 
 impl ModelSpec {
@@ -92,7 +98,40 @@ impl ModelSpec {
             takes: format!("images of {input:?} in {classes} classes").into(),
             fits: Arc::new(fits),
             build: Arc::new(move |init, options| Ok(Box::new(build(init, options)?))),
+            define: None,
+            starts: Vec::new(),
         }
+    }
+
+    /// The same spec for a model that can be had as data that gives logits of the options' classes.
+    fn with_definition(
+        self,
+        define: impl Fn(&ModelOptions) -> Result<Definition> + Send + Sync + 'static,
+    ) -> ModelSpec {
+        ModelSpec { define: Some(Arc::new(define)), ..self }
+    }
+
+    /// The same model for images with other targets: any number of labels, or numbers. Its last layer gives a logit for each label then,
+    /// or the numbers, by `scale` in their own unit; its objective is the usual one for them. Models whose last layer cannot do that stay as
+    /// they are, and [`ModelSpec::check`] refuses them: those that are written in Rust, except for resnet50, and those with a class for each
+    /// pixel.
+    #[must_use]
+    pub fn predicting(&self, targets: Targets, scale: Option<&ValueScale>) -> ModelSpec {
+        let is_of_images = |targets: Targets| !targets.are_of_pixels();
+        let changes = self.targets != targets && is_of_images(self.targets) && is_of_images(targets);
+        let Some(define) = self.define.clone().filter(|_| changes && !targets.are_classes()) else {
+            return self.clone();
+        };
+        let own = scale.cloned();
+        let build = move |init: &Init, options: &ModelOptions| -> Result<Box<dyn Module>> {
+            let mut definition = define(options)?;
+            if let Some(ValueScale { mean, std }) = &own {
+                definition.scale_output([std, mean]);
+            }
+            Ok(Box::new(Graph::new(&Arc::new(definition), init, options.conv_bn)?))
+        };
+        let objective = scale.cloned().map(|scale| Objective::usual(targets).with_value_scale(scale));
+        ModelSpec { targets, logits: false, objective, build: Arc::new(build), ..self.clone() }
     }
 
     /// The same spec for a model that predicts such targets.
@@ -211,15 +250,9 @@ impl ModelSpec {
         self,
         change: impl Fn(&dyn Module) -> Result<()> + Send + Sync + 'static,
     ) -> ModelSpec {
-        let build = self.build;
-        let build = move |init: &Init, options: &ModelOptions| {
-            let model = build(init, options)?;
-            if !init.device.is_dry() {
-                change(model.as_ref())?;
-            }
-            Ok(model)
-        };
-        ModelSpec { build: Arc::new(build), ..self }
+        let mut starts = self.starts.clone();
+        starts.push(Arc::new(change));
+        ModelSpec { starts, ..self }
     }
 
     /// Builds a new model with initial parameters.
@@ -230,7 +263,11 @@ impl ModelSpec {
     /// # Errors
     /// If channels or classes are 0 or too many, or for the model's own reasons.
     pub fn build(&self, init: &Init, options: &ModelOptions) -> Result<Box<dyn Module>> {
-        (self.build)(init, options)
+        let model = (self.build)(init, options)?;
+        if !init.device.is_dry() {
+            self.starts.iter().try_for_each(|start| start(model.as_ref()))?;
+        }
+        Ok(model)
     }
 
     /// Noise in the shape that it is made for, to measure speed and memory with; `lens` are the numbers of images to train and
@@ -309,6 +346,7 @@ fn of_definition(
         Graph::new(&Arc::new(definition), init, options.conv_bn)
     })
     .of_logits()
+    .with_definition(move |options| define(options.image[0], options.classes))
 }
 
 pub use mnist_cnn::mnist_cnn;

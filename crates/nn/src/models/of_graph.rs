@@ -48,9 +48,9 @@ impl ModelSpec {
                 )));
             }
         };
-        let build = {
+        let define = {
             let definition = definition.clone();
-            move |init: &Init, options: &ModelOptions| -> Result<Graph> {
+            move |options: &ModelOptions| -> Result<Arc<Definition>> {
                 let mut own = definition.clone();
                 if options.classes != classes
                     && !Arc::make_mut(&mut own).replace_head([classes, options.classes])
@@ -62,9 +62,12 @@ impl ModelSpec {
                     );
                     return Err(Error::Invalid { operation: "model", reason });
                 }
-                Graph::new(&own, init, options.conv_bn)
+                Ok(own)
             }
         };
+        let own = define.clone();
+        let build =
+            move |init: &Init, options: &ModelOptions| Graph::new(&own(options)?, init, options.conv_bn);
         let sizes = definition.clone();
         let fits = move |info: &DatasetInfo| {
             let shape = info.shape();
@@ -73,7 +76,12 @@ impl ModelSpec {
         };
         let spec = ModelSpec::new(name, image, classes, build)
             .takes(format!("images of {channels} channels, made for {} x {}", image[1], image[2]), fits);
-        let spec = if ending == Ending::Logits { spec.of_logits() } else { spec };
+        let spec = match ending {
+            Ending::Logits => {
+                spec.of_logits().with_definition(move |options| Ok(Arc::unwrap_or_clone(define(options)?)))
+            }
+            Ending::LogProbabilities => spec,
+        };
         Ok(if of_pixels { spec.of_pixels() } else { spec })
     }
 }

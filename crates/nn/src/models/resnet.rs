@@ -4,7 +4,7 @@
 
 use convoke_autograd::{Result, Tensor};
 
-use super::ModelSpec;
+use super::{ModelSpec, torchvision};
 use crate::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, Flatten,
     GlobalAvgPool2d, Linear, LogSoftmax, Padding, PoolOptions, Sequential,
@@ -27,6 +27,7 @@ pub(super) fn resnet50_spec() -> ModelSpec {
     let spec = ModelSpec::new("resnet50", [3, 224, 224], 1000, |init, options| {
         resnet50(init, options.conv_bn, options.image[0], options.classes)
     });
+    let spec = spec.with_definition(|options| torchvision::resnet50(options.image[0], options.classes));
     of_size(spec, RESNET50_LEAST)
 }
 

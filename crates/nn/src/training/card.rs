@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Trainer;
 use crate::checkpoint::{CheckpointError, damaged, failed};
-use crate::data::{DatasetInfo, PhotoOrigin};
+use crate::data::{DatasetInfo, PhotoOrigin, ValueScale};
 
 const FORMAT: &str = "convoke model 1";
 /// Larger files are refused: 4096 names of classes need a small part of this.
@@ -23,9 +23,12 @@ pub struct ModelCard {
     pub model: String,
     /// The data that it was trained on: shape of the images, number of classes, and by what pixels are normalised.
     pub data: DatasetInfo,
-    /// The names of the classes; none if they are only numbered.
+    /// The names of the classes, labels or numbers; none if they are only numbered.
     #[serde(default)]
     pub class_names: Vec<String>,
+    /// The scale of the numbers that it predicts, if it predicts numbers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub value_scale: Option<ValueScale>,
     /// How photographs are prepared for it, if it was trained on photographs.
     #[serde(default)]
     pub photos: Option<PhotoOrigin>,
@@ -42,6 +45,7 @@ impl ModelCard {
             model: model.to_owned(),
             data,
             class_names: Vec::new(),
+            value_scale: None,
             photos: None,
             version: env!("CARGO_PKG_VERSION").into(),
         }
@@ -74,6 +78,9 @@ impl ModelCard {
         let (names, classes) = (card.class_names.len(), card.data.classes);
         if names != 0 && names != classes {
             return Err(format!("class_names: {names} names for {classes} classes"));
+        }
+        if let Some(scale) = &card.value_scale {
+            scale.check(&card.data.name, classes).map_err(|error| error.to_string())?;
         }
         if let Some(photos) = &card.photos {
             let range = |name: &str, value: f64| match value > 0.0 && value <= 1.0 {
@@ -108,6 +115,7 @@ impl Trainer {
         ModelCard {
             class_names: data.class_names().to_vec(),
             photos: data.photos(),
+            value_scale: data.value_scale(),
             ..ModelCard::new(self.config.model.name(), data.info().clone())
         }
     }
@@ -153,6 +161,8 @@ mod tests {
         };
         refused(json(&|card| card.format = "other".into()), "format");
         refused(json(&|card| card.data.classes = 3), "class_names");
+        let scale = ValueScale { mean: vec![0.0], std: vec![1.0] };
+        refused(json(&|card| card.value_scale = Some(scale.clone())), "mean of values");
         refused(json(&|card| card.data.height = usize::MAX), "image shape");
         refused(json(&|card| card.photos.as_mut().unwrap().crop_fraction = 0.0), "crop_fraction");
         refused("[1]".into(), "");

@@ -4,7 +4,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use convoke_autograd::ops::log_softmax;
-use convoke_autograd::{Device, Tensor, inference_mode};
+use convoke_autograd::{DType, Device, Tensor, inference_mode};
 use convoke_distributed::Communicator;
 use serde::{Deserialize, Serialize};
 
@@ -12,7 +12,7 @@ use super::ranked::{HardImage, Ranked};
 use super::{AHEAD, Result, Trainer, default_workers, loader};
 use crate::data::{Dataset, DatasetInfo, Loader, Request};
 use crate::data_parallel::shard;
-use crate::metrics::Confusion;
+use crate::metrics::{Confusion, LabelCounts, ValueErrors};
 use crate::models::ModelSpec;
 use crate::objective::Objective;
 use crate::{Module, ModuleExt, Precision, batch};
@@ -35,6 +35,10 @@ pub struct Evaluation {
     pub metrics: Vec<(String, f64)>,
     /// For labels: how often each class was taken for each.
     pub confusion: Option<Confusion>,
+    /// Where images have any number of labels: how often each was given and predicted.
+    pub labels: Option<LabelCounts>,
+    /// Where numbers of each image are predicted: their errors.
+    pub errors: Option<ValueErrors>,
     /// For images with a class each: some of those with the highest loss, the highest first.
     pub hardest: Vec<HardImage>,
 }
@@ -72,7 +76,7 @@ pub struct EvaluationOptions {
     pub batch_size: usize,
     /// Threads that load images ahead; `None` chooses as [`Trainer::set_workers`] says.
     pub workers: Option<usize>,
-    /// Whether the model sees each image as it is and mirrored, and its probabilities are averaged.
+    /// Whether the model sees each image as it is and mirrored, and its probabilities, or the values of an image, are averaged.
     pub flip: bool,
     /// The type of the model's activations.
     pub precision: Precision,
@@ -203,19 +207,25 @@ impl Predictor<'_> {
         })
     }
 
-    /// The values that a model without classes gives for N x C x H x W images.
+    /// The values that a model without classes gives for N x C x H x W images; logits where they have any number of labels. Values of an
+    /// image as it is and mirrored are averaged.
     ///
     /// # Errors
     /// If an operation fails.
     pub fn values(&self, images: &Tensor) -> convoke_autograd::Result<Tensor> {
-        inference_mode(|| self.precision.forward(self.model, images))
+        inference_mode(|| {
+            let straight = self.precision.forward(self.model, images)?;
+            if !self.flip || straight.shape().len() == 4 {
+                return Ok(straight);
+            }
+            straight.add(&self.precision.forward(self.model, &mirrored(images)?)?)?.scale(0.5)
+        })
     }
 
     /// The output in the form that the objective takes.
     fn output(&self, images: &Tensor, objective: &Objective) -> convoke_autograd::Result<Tensor> {
         match objective.takes_log_probabilities() {
             true => self.log_probabilities(images),
-            // Values have no probabilities to average.
             false => self.values(images),
         }
     }
@@ -292,6 +302,11 @@ impl Judge<'_> {
                     sums.ranked.add(&output, labels, &request.samples)?;
                 }
             }
+            if let Some(given) = targets.values().filter(|_| !info.targets.are_of_pixels()) {
+                let found: Vec<f64> = output.to_dtype(DType::F64)?.to_vec()?;
+                sums.labels.add(&found, given);
+                sums.errors.add(&found, given);
+            }
             Ok(self.objective.measure(&output, &targets, &mut sums.metrics)?)
         })
     }
@@ -305,13 +320,26 @@ struct Sums {
     metrics: Vec<f64>,
     confusion: Confusion,
     ranked: Ranked,
+    labels: LabelCounts,
+    errors: ValueErrors,
 }
 
 impl Sums {
     fn new(objective: &Objective, info: &DatasetInfo) -> Result<Sums> {
         let classes = if info.targets.are_classes() { info.classes } else { 1 };
         let metrics = vec![0.0; 2 * objective.metrics().len()];
-        Ok(Sums { loss: [0.0; 2], metrics, confusion: Confusion::new(classes)?, ranked: Ranked::default() })
+        // Values of pixels are too many to be told of one by one.
+        let of_each =
+            |is_shown: bool| if is_shown && !info.targets.are_of_pixels() { info.classes } else { 0 };
+        let (are_classes, are_labels) = (info.targets.are_classes(), info.targets.are_labels());
+        Ok(Sums {
+            loss: [0.0; 2],
+            metrics,
+            confusion: Confusion::new(classes)?,
+            ranked: Ranked::default(),
+            labels: LabelCounts::new(of_each(are_labels)),
+            errors: ValueErrors::new(of_each(!are_classes && !are_labels)),
+        })
     }
 
     /// Adds up the sums of all ranks.
@@ -320,12 +348,14 @@ impl Sums {
         ranks.all_reduce("metrics of the evaluation", &mut self.metrics)?;
         let mut counts = self.confusion.counts().to_vec();
         ranks.all_reduce("counts of the evaluation", &mut counts)?;
+        ranks.all_reduce("labels of the evaluation", self.labels.flat())?;
+        ranks.all_reduce("errors of the evaluation", self.errors.flat())?;
         let confusion = Confusion::from_counts(self.confusion.classes(), counts)?;
         Ok(Sums { confusion, ranked: self.ranked.all_reduce(ranks)?, ..self })
     }
 
     fn evaluation(self, objective: &Objective, info: &DatasetInfo) -> Evaluation {
-        let Sums { loss, metrics, confusion, ranked } = self;
+        let Sums { loss, metrics, confusion, ranked, labels, errors } = self;
         let names = objective.metrics().into_iter().map(str::to_owned);
         let mut metrics: Vec<(String, f64)> =
             names.zip(metrics.chunks_exact(2).map(|of| of[0] / of[1])).collect();
@@ -341,6 +371,8 @@ impl Sums {
                 .filter(|_| info.targets.are_classes() && info.targets.are_of_pixels()),
             metrics,
             confusion: info.targets.are_classes().then_some(confusion),
+            labels: (!labels.is_empty()).then_some(labels),
+            errors: (!errors.is_empty()).then_some(errors),
             hardest: ranked.into_hardest(),
         }
     }

@@ -97,7 +97,7 @@ impl PhotoArgs {
         ];
         match given.into_iter().find(|(_, given)| *given) {
             Some((flag, _)) => Err(Failure::Usage(format!(
-                "{flag} is for photographs, --data folder and --data masks, not for {data}"
+                "{flag} is for photographs, --data folder, labels and masks, not for {data}"
             ))),
             None => Ok(()),
         }

@@ -25,8 +25,8 @@ use super::values::{given, name, not_negative, positive, precision};
 pub(crate) struct RunArgs {
     /// What to train on: a folder of photographs, or a data set by name.
     ///
-    /// A folder holds a folder of images for each class; or train and val, with the classes in each; or images and masks. What it holds is
-    /// seen by itself. Names are those of --data.
+    /// A folder holds a folder of images for each class; or train and val, with the classes in each; or images and masks; or images and
+    /// labels.csv, with any number of labels or numbers to predict. What it holds is seen by itself. Names are those of --data.
     #[arg(value_name = "DATA", conflicts_with = "data_dir")]
     pub(crate) place: Option<PathBuf>,
 
@@ -62,7 +62,7 @@ pub(crate) struct RunArgs {
 
     /// The model, by name or as an ONNX file.
     ///
-    /// The default is segnet for camvid and masks, resnet20 for cifar10, resnet18 for folders of classes, else mnist-cnn.
+    /// The default is segnet for camvid and masks, resnet20 for cifar10, resnet18 for other photographs, else mnist-cnn.
     #[arg(long, value_parser = model_parser(), help_heading = "Model")]
     pub(crate) model: Option<ModelSpec>,
 
