@@ -5,7 +5,9 @@
 //! DIR/images/NAME.jpg         DIR/masks/NAME.png
 //! ```
 //! A mask is a PNG file of class numbers, grey of 8 bits or indices into a palette, and has the size of its image. 255 stands for no
-//! class. Parts are as those of folders of classes; a share of the images is validated on if there is none. `classes.txt` in the
+//! class. Or it is a PNG of colours (RGB of 8 bits), a class each: `colours.txt` in the folder tells them, a line of red, green, blue and the
+//! class's name each (also as `label_colors.txt`, CamVid's); the classes `void`, `ignore` and `unlabelled` stand for none. Without it each
+//! colour is a class, called `#rrggbb`. Parts are as those of folders of classes; a share of the images is validated on if there is none. `classes.txt` in the
 //! folder may name the classes, one a line.
 
 use std::collections::BTreeMap;
@@ -24,6 +26,7 @@ use super::super::{
 };
 use super::augmentation::PhotoAugmentation;
 use super::cache::{Budget, Cache};
+use super::colours::Coding;
 use super::decode::{MAX_PIXELS, MAX_SIDE};
 use super::geometry::{Preparation, setting};
 use super::layout::{Layout, PhotoPart, part_folder};
@@ -127,6 +130,7 @@ pub struct PhotoMasks {
     options: MaskOptions,
     preparation: Preparation,
     class_names: Arc<[String]>,
+    coding: Coding,
     pairs: Vec<Pair>,
     skipped: Skipped,
     cache: Arc<Cache<(Photo, Raster)>>,
@@ -161,14 +165,20 @@ pub fn masks(
     let train = pairs(&mut lister, dir, &train)?;
     let validation = validation.map(|below| pairs(&mut lister, dir, &below)).transpose()?;
     let unread = lister.finish()?;
+    let both = || train.iter().chain(validation.iter().flatten());
+    let (coding, colours) =
+        Coding::of_training(dir, options, both().map(|pair| pair.mask.as_path()), progress)?;
     let [(train, train_skipped), (validation, validation_skipped)] = train_and_validation(
         train,
         validation,
-        |pairs| checked(dir, options, pairs, progress),
+        |pairs| checked(dir, options, (&coding, pairs), progress),
         |pairs| split(dir, &options.split(), pairs),
     )?;
     let both = || train.iter().chain(&validation);
-    let class_names = class_names(dir, options, both().map(|pair| pair.mask.as_path()), progress)?;
+    let class_names = match colours {
+        Some(names) => names,
+        None => class_names(dir, options, both().map(|pair| pair.mask.as_path()), progress)?,
+    };
     let size = match options.size {
         Some(size) => size,
         None => common_size(dir, both().map(|pair| pair.image.as_path()), progress)?,
@@ -185,6 +195,7 @@ pub fn masks(
             options: options.clone(),
             preparation,
             class_names: class_names.clone(),
+            coding: coding.clone(),
             cache: Arc::new(Cache::new(pairs.len(), &budget)?),
             pairs,
             skipped,
@@ -210,7 +221,8 @@ pub fn masks_part(
     let below = part_folder(&lister, dir, name)?;
     let pairs = pairs(&mut lister, dir, &below)?;
     let unread = lister.finish()?;
-    let (pairs, skipped) = checked(dir, options, pairs, progress)?;
+    let coding = Coding::of_part(dir, pairs.first().map(|pair| pair.mask.as_path()), class_names)?;
+    let (pairs, skipped) = checked(dir, options, (&coding, pairs), progress)?;
     let size = match options.size {
         Some(size) => size,
         None => common_size(dir, pairs.iter().map(|pair| pair.image.as_path()), progress)?,
@@ -222,6 +234,7 @@ pub fn masks_part(
         options: options.clone(),
         preparation,
         class_names: class_names.into(),
+        coding,
         cache: Arc::new(Cache::new(pairs.len(), &Budget::new(options.cache_bytes))?),
         pairs,
         skipped: [unread, skipped].concat(),
@@ -304,7 +317,7 @@ impl Dataset for PhotoMasks {
     fn sample(&self, index: usize, seed: Option<u64>) -> SampleResult<'_> {
         let (pair, preparation) = (&self.pairs[index], &self.preparation);
         let bytes = |(photo, mask): &(Photo, Raster)| photo.bytes() + mask.bytes.capacity();
-        let opened = self.cache.get(index, bytes, || pair.open(&self.dir))?;
+        let opened = self.cache.get(index, bytes, || pair.open(&self.dir, &self.coding))?;
         let (photo, mask) = opened.as_ref();
         let drawn = self.options.augmentation.drawn(seed, photo.size(), preparation.size);
         let image = view::image(photo, &drawn, preparation, &self.info.mean)?;
@@ -324,8 +337,8 @@ impl Pair {
     }
 
     /// The image and its mask, which has the same size. Errors name their paths below the set's folder.
-    fn open(&self, dir: &Path) -> Result<(Photo, Raster), DataError> {
-        let (photo, mask) = (self.photo(dir)?, mask(dir, &self.mask)?);
+    fn open(&self, dir: &Path, coding: &Coding) -> Result<(Photo, Raster), DataError> {
+        let (photo, mask) = (self.photo(dir)?, coding.mask(dir, &self.mask)?);
         if photo.size() != mask.size {
             let [height, width] = photo.size();
             let expected = format!("{height}x{width} (height x width) as {}", self.image.display());
@@ -336,11 +349,15 @@ impl Pair {
     }
 }
 
-/// Decodes a mask; errors name its path below the set's folder.
+/// Decodes a mask of class numbers; errors name its path below the set's folder.
 fn mask(dir: &Path, path: &Path) -> Result<Raster, DataError> {
+    decode_mask(dir, path, Content::Classes)
+}
+
+pub(super) fn decode_mask(dir: &Path, path: &Path, content: Content) -> Result<Raster, DataError> {
     let file = open_regular(&dir.join(path)).map_err(DataError::io(path, "open"))?;
     let sides = Sides::AtMost { side: MAX_SIDE, pixels: MAX_PIXELS };
-    decode_sized(BufReader::new(file), path, Content::Classes, sides)
+    decode_sized(BufReader::new(file), path, content, sides)
 }
 
 fn info(preparation: &Preparation, classes: usize, (mean, std): &MeanAndStd) -> DatasetInfo {
@@ -470,14 +487,14 @@ fn common_size<'a>(
 fn checked(
     dir: &Path,
     options: &MaskOptions,
-    pairs: Vec<Pair>,
+    (coding, pairs): (&Coding, Vec<Pair>),
     progress: &Progress<'_>,
 ) -> Result<(Vec<Pair>, Skipped), DataError> {
     if !options.skip_broken {
         return Ok((pairs, Skipped::new()));
     }
     let path = |pair: &Pair| pair.image.clone();
-    let (pairs, skipped) = sound(pairs, path, |pair| pair.open(dir).map(|_| ()), progress)?;
+    let (pairs, skipped) = sound(pairs, path, |pair| pair.open(dir, coding).map(|_| ()), progress)?;
     match pairs.is_empty() {
         true => {
             Err(DataError::malformed(dir, "contents", "images and masks", "only such that cannot be decoded"))

@@ -9,7 +9,8 @@
 //! DIR/images/NAME.jpg           DIR/masks/NAME.png                  the same, a share is for validation
 //! ```
 //! `val` may also be called `valid` or `validation`; without it, training is validated on `test` or, without that, on a share. A mask is
-//! a PNG file of class numbers, 255 for none; `classes.txt` in DIR may name the classes. What is hidden, and what is no image by
+//! a PNG file of class numbers, 255 for none, or of colours;
+//! `classes.txt` or `colours.txt` in DIR may name the classes. What is hidden, and what is no image by
 //! its name, is left out.
 //!
 //! Samples are decoded when they are asked for. What is done to a photograph:
@@ -22,6 +23,7 @@
 mod augmentation;
 mod cache;
 mod colour;
+mod colours;
 mod decode;
 mod folder;
 mod geometry;

@@ -179,7 +179,8 @@ fn what_does_not_fit_is_named() {
     let colours = encode(&scene(SIZE, 1), ImageFormat::Png);
     assert_eq!(
         message("train/masks/b.png", Some(&colours)),
-        "train/masks/b.png: colour type: expected 8-bit grayscale or palette indices, found 8-bit Rgb"
+        "train/masks/deep/a.png: colour type: expected 8-bit RGB, found 4-bit Indexed",
+        "the first mask is one of colours"
     );
     let cut = halves(SIZE, [0, 1]);
     let error = message("train/masks/b.png", Some(&cut[..cut.len() / 2]));
@@ -245,4 +246,80 @@ fn image_and_mask_have_one_geometry() {
         }
     }
     assert!(ignored > 1000 && grey_pixels > 0, "{ignored} {grey_pixels}");
+}
+
+/// A mask whose left half has one colour, its right half another.
+fn coloured([left, right]: [[u8; 3]; 2]) -> Vec<u8> {
+    let colour = |at: usize| if at % SIZE[1] < SIZE[1] / 2 { left } else { right };
+    let bytes: Vec<u8> = (0..SIZE[0] * SIZE[1]).flat_map(colour).collect();
+    encode_png(SIZE, ColorType::Rgb, BitDepth::Eight, &bytes)
+}
+
+const ROAD: [u8; 3] = [128, 64, 128];
+const SKY: [u8; 3] = [70, 130, 180];
+const TREE: [u8; 3] = [1, 2, 3];
+
+/// Four images with masks of colours, and these files.
+fn of_colours(files: &[(&str, &str)]) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, colours) in [
+        ("train/masks/a.png", [SKY, ROAD]),
+        ("train/masks/b.png", [ROAD, TREE]),
+        ("val/masks/c.png", [TREE, SKY]),
+        ("test/masks/d.png", [ROAD, ROAD]),
+    ] {
+        write(&folder.path().join(name), &coloured(colours));
+        let image = name.replace("masks", "images").replace("png", "jpg");
+        write(&folder.path().join(image), &photo(1));
+    }
+    for (name, text) in files {
+        write(&folder.path().join(name), text.as_bytes());
+    }
+    folder
+}
+
+/// The classes of the left and of the right half.
+fn left_and_right(set: &PhotoMasks, index: usize) -> [u8; 2] {
+    let classes = classes(set, index);
+    assert_eq!(classes, [vec![classes[0]; 8], vec![classes[15]; 8]].concat().repeat(12));
+    [classes[0], classes[15]]
+}
+
+#[test]
+fn colours_are_classes_by_a_file_or_by_themselves() {
+    let folder = of_colours(&[("colours.txt", "70 130 180\tsky\n128 64 128  the road\n\n1 2 3 Void\n")]);
+    let parts = load(folder.path()).unwrap();
+    assert_eq!(parts.train.class_names(), ["sky", "the road"]);
+    assert_eq!([left_and_right(&parts.train, 0), left_and_right(&parts.train, 1)], [[0, 1], [1, 255]]);
+    assert_eq!(left_and_right(&parts.test, 0), [255, 0]);
+    assert_eq!(left_and_right(&parts.train.part("test", &silent).unwrap(), 0), [1, 1]);
+
+    let folder = of_colours(&[]);
+    let parts = load(folder.path()).unwrap();
+    assert_eq!(parts.train.class_names(), ["#010203", "#4682b4", "#804080"]);
+    assert_eq!([left_and_right(&parts.train, 0), left_and_right(&parts.train, 1)], [[1, 2], [2, 0]]);
+    assert_eq!(left_and_right(&parts.test, 0), [0, 1]);
+    // A part may lack colours.
+    assert_eq!(left_and_right(&parts.train.part("test", &silent).unwrap(), 0), [2, 2]);
+}
+
+#[test]
+fn colours_that_tell_no_class_are_refused() {
+    for (text, expected) in [
+        ("70 130 180 sky\n128 64 128\n", "line: expected red, green and blue from 0 to 255, and a name"),
+        ("70 130 256 sky\n", "found \"70 130 256 sky\", line 1"),
+        ("70 130 180 sky\n70 130 180 sea\n", "found #4682b4 sea twice"),
+        ("70 130 180 sky\n128 64 128 sky\n", "found #804080 sky twice"),
+        ("", "colours: expected 1 to 255"),
+    ] {
+        let error = refusal(load(of_colours(&[("label_colors.txt", text)]).path()));
+        assert!(error.contains(expected), "{expected}: {error}");
+    }
+    let folder = of_colours(&[("colors.txt", "70 130 180 sky\n128 64 128 road\n")]);
+    let parts = load(folder.path()).unwrap();
+    let error = parts.train.sample(1, None).unwrap_err().to_string();
+    assert!(error.contains("colour: expected a colour of one of the classes, found #010203"), "{error}");
+    // Both parts have to keep an image.
+    let broken = masks(folder.path(), &MaskOptions { skip_broken: true, ..MaskOptions::default() }, &silent);
+    assert!(refusal(broken).contains("only such that cannot be decoded"));
 }
