@@ -18,6 +18,8 @@ const NONE: [&str; 4] = ["void", "ignore", "unlabelled", "unlabeled"];
 const MAX_BYTES: u64 = 1 << 20;
 
 type Colour = [u8; 3];
+/// The names of classes, in their order.
+type Names = Arc<[String]>;
 
 /// How masks tell the classes of pixels.
 #[derive(Clone, Debug)]
@@ -44,7 +46,7 @@ impl Coding {
         options: &MaskOptions,
         masks: impl Iterator<Item = &'a Path> + Clone,
         progress: &Progress<'_>,
-    ) -> Result<(Coding, Option<Arc<[String]>>), DataError> {
+    ) -> Result<(Coding, Option<Names>), DataError> {
         let Some(first) = masks.clone().next() else { return Ok((Coding::Numbers, None)) };
         let colours = match Colours::read(dir)? {
             Some(colours) => colours,
