@@ -199,6 +199,7 @@ struct Table {
     rows: Vec<Row>,
 }
 
+#[derive(Clone)]
 struct Row {
     /// The line in the file.
     line: u64,
@@ -267,9 +268,14 @@ impl Table {
     }
 
     /// The rows of a part.
-    fn of_part(mut self, part: &str) -> Table {
-        self.rows.retain(|row| row.part.as_deref() == Some(part));
-        self
+    fn of_part(&self, part: &str) -> Table {
+        let rows = self.rows.iter().filter(|row| row.part.as_deref() == Some(part));
+        Table {
+            file: self.file.clone(),
+            below: self.below.clone(),
+            columns: self.columns.clone(),
+            rows: rows.cloned().collect(),
+        }
     }
 
     /// The parts that the rows name; none without that column.
@@ -305,8 +311,7 @@ fn training_tables(dir: &Path) -> Result<(Table, Option<Table>), DataError> {
     let table = Table::read(dir, Path::new(""))?;
     let Some(parts) = table.parts()? else { return Ok((table, None)) };
     let validation = chosen(&|part| parts.contains(part));
-    let validation = validation.map(|part| Table::read(dir, Path::new("")).map(|all| all.of_part(part)));
-    Ok((table.of_part(TRAIN), validation.transpose()?))
+    Ok((table.of_part(TRAIN), validation.map(|part| table.of_part(part))))
 }
 
 /// The table of a part of this name, or all of the folder's own table.

@@ -9,9 +9,8 @@
 //! DIR/images/NAME.jpg           DIR/masks/NAME.png                  the same, a share is for validation
 //! ```
 //! `val` may also be called `valid` or `validation`; without it, training is validated on `test` or, without that, on a share. A mask is
-//! a PNG file of class numbers, 255 for none, or of colours;
-//! `classes.txt` or `colours.txt` in DIR may name the classes. What is hidden, and what is no image by
-//! its name, is left out.
+//! a PNG file of class numbers, 255 for none, or of colours; `classes.txt` or `colours.txt` in DIR may name the classes. What is hidden,
+//! and what is no image by its name, is left out.
 //!
 //! Samples are decoded when they are asked for. What is done to a photograph:
 //!
