@@ -97,7 +97,7 @@ impl Coding {
 }
 
 impl Colours {
-    /// Those of the file in a set's folder, if there is one.
+    /// The colours that a file in the set's folder tells, if there is such a file.
     fn read(dir: &Path) -> Result<Option<Colours>, DataError> {
         let Some(file) = FILES.iter().map(|name| dir.join(name)).find(|file| file.is_file()) else {
             return Ok(None);
@@ -130,7 +130,7 @@ impl Colours {
         Ok(Some(colours))
     }
 
-    /// Those of all masks.
+    /// Each colour of any mask, as a class of its own.
     fn collect(
         (dir, masks): (&Path, &[&Path]),
         skip_broken: bool,
@@ -160,7 +160,7 @@ impl Colours {
         Ok(Colours { origin: dir.to_owned(), classes, none: Vec::new() })
     }
 
-    /// Those that are the names of classes.
+    /// The colours of classes that are called by their colours.
     fn named(dir: &Path, class_names: &[String]) -> Result<Colours, DataError> {
         let classes = class_names.iter().map(|name| {
             colour(name).map(|colour| (colour, name.clone())).ok_or_else(|| {

@@ -28,8 +28,8 @@ use super::super::{
 };
 use super::cache::{Budget, Cache};
 use super::folder::{File, FileTarget, FolderOptions, PhotoFolder, info_of, open, split};
-use super::layout::{PhotoPart, TEST, TRAIN, VALIDATION};
-use super::listing::{EXTENSIONS, has_extension, joined};
+use super::layout::{PARTS, PhotoPart, TEST, TRAIN, VALIDATION};
+use super::listing::{EXTENSIONS, check_within, has_extension, joined};
 use super::measure::{MeanAndStd, Skipped, sound};
 
 const NAME: &str = "labels";
@@ -151,10 +151,9 @@ pub fn labels_part(
 /// # Errors
 /// As [`labels`], if the table cannot be read.
 pub fn label_parts(dir: &Path) -> Result<BTreeSet<String>, DataError> {
-    let known = [&VALIDATION[..], &[TRAIN, TEST]].concat();
     if !dir.join(TABLE).is_file() {
         let has_table = |part: &&&str| dir.join(part).join(TABLE).is_file();
-        return Ok(known.iter().filter(has_table).map(|part| (*part).to_owned()).collect());
+        return Ok(PARTS.iter().filter(has_table).map(|part| (*part).to_owned()).collect());
     }
     let table = Table::read(dir, Path::new(""))?;
     Ok(table.rows.into_iter().filter_map(|row| row.part).collect())
@@ -280,15 +279,14 @@ impl Table {
 
     /// The parts that the rows name; none without that column.
     fn parts(&self) -> Result<Option<BTreeSet<String>>, DataError> {
-        let known = [&VALIDATION[..], &[TRAIN, TEST]].concat();
         let mut parts = BTreeSet::new();
         for row in &self.rows {
             let Some(part) = &row.part else { return Ok(None) };
-            if !known.contains(&part.as_str()) {
+            if !PARTS.contains(&part.as_str()) {
                 return Err(self.wrong(
                     row,
                     "part",
-                    format!("one of {}", known.join(", ")),
+                    format!("one of {}", PARTS.join(", ")),
                     format!("{part:?}"),
                 ));
             }
@@ -545,11 +543,10 @@ impl<'a> Finder<'a> {
     /// Fails if a file lies beyond the set's folder.
     fn check_link(&self, file: &Path) -> Result<(), DataError> {
         let target = fs::canonicalize(file).map_err(DataError::io(file, "follow the link"))?;
-        if self.options.follow_links || target.starts_with(&self.real) {
-            return Ok(());
+        match self.options.follow_links {
+            true => Ok(()),
+            false => check_within((self.dir, &self.real), file, &target),
         }
-        let expected = format!("one that stays within {}", self.dir.display());
-        Err(DataError::malformed(file, "link", expected, format!("one to {}", target.display())))
     }
 
     fn report(&self, done: u64, total: usize) -> Result<(), DataError> {

@@ -12,6 +12,9 @@ pub(super) const VALIDATION: [&str; 3] = ["val", "valid", "validation"];
 /// The part that is validated on if there is none of these.
 pub(super) const TEST: &str = "test";
 
+/// The names of all parts.
+pub(super) const PARTS: [&str; 5] = [VALIDATION[0], VALIDATION[1], VALIDATION[2], TRAIN, TEST];
+
 /// Where the parts of a set are, as paths below its folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
@@ -38,8 +41,7 @@ impl Layout {
     ) -> Result<Layout, DataError> {
         let folders = lister.folders(Path::new(""))?;
         let has = |name: &str| folders.iter().any(|folder| folder == name);
-        let is_part =
-            |name: &OsString| [&VALIDATION[..], &[TRAIN, TEST]].concat().iter().any(|part| name == part);
+        let is_part = |name: &OsString| PARTS.iter().any(|part| name == part);
         let other = folders.iter().any(|folder| !is_part(folder) && is_content(folder));
         // A class may be called train: then there are other classes beside it, and it holds images and not classes.
         if !has(TRAIN) || other && lister.folders(Path::new(TRAIN))?.is_empty() {

@@ -126,9 +126,8 @@ impl<'a> Lister<'a> {
         if !(found.is_dir() || found.is_file() && is_image) {
             return Ok(None);
         }
-        if !self.follow_links && !target.starts_with(&self.real) {
-            let expected = format!("one that stays within {}", self.dir.display());
-            return Err(DataError::malformed(path, "link", expected, format!("one to {}", target.display())));
+        if !self.follow_links {
+            check_within((self.dir, &self.real), path, &target)?;
         }
         Ok(Some(Entry { name, is_folder: found.is_dir(), target: Some(target) }))
     }
@@ -226,6 +225,15 @@ impl<'a> Lister<'a> {
         let event = ProgressEvent { stage: STAGE, done: self.found, total, unit: ProgressUnit::Files };
         report(self.progress, event)
     }
+}
+
+/// Fails if the link at `path` leads out of a data set's folder. The folder is given as it was named and without links.
+pub(super) fn check_within((dir, real): (&Path, &Path), path: &Path, target: &Path) -> Result<(), DataError> {
+    if target.starts_with(real) {
+        return Ok(());
+    }
+    let expected = format!("one that stays within {}", dir.display());
+    Err(DataError::malformed(path, "link", expected, format!("one to {}", target.display())))
 }
 
 /// A folder's absolute path; none if it is not UTF-8.

@@ -12,7 +12,7 @@ pub struct LabelCounts {
 }
 
 impl LabelCounts {
-    /// Counts of 0 for so many labels.
+    /// A count that starts at 0 for each of this many labels.
     pub fn new(labels: usize) -> LabelCounts {
         LabelCounts { counts: vec![[0; 4]; labels] }
     }
@@ -92,7 +92,7 @@ pub struct ValueErrors {
 }
 
 impl ValueErrors {
-    /// Of no images, with so many numbers each.
+    /// Sums that start at 0, for images with this many numbers each.
     pub fn new(values: usize) -> ValueErrors {
         ValueErrors { sums: vec![[0.0; 5]; values] }
     }
