@@ -12,6 +12,11 @@ pub enum Ending {
     LogProbabilities,
 }
 
+/// A node that is called as its one output.
+fn node(op: Op, inputs: Vec<String>, output: String) -> Node {
+    Node { name: output.clone(), op, inputs, outputs: vec![output] }
+}
+
 impl Definition {
     fn maker(&self, value: &str) -> Option<usize> {
         self.nodes.iter().position(|node| node.outputs.iter().any(|output| output == value))
@@ -48,12 +53,6 @@ impl Definition {
             let last = numbers.last_mut().filter(|last| usize::try_from(**last) == Ok(classes[0]))?;
             *last = i64::try_from(classes[1]).ok()?;
             Some(Op::Constant(Array::integers(numbers)))
-        };
-        let node = |op: Op, inputs: Vec<String>, output: String| Node {
-            name: output.clone(),
-            op,
-            inputs,
-            outputs: vec![output],
         };
         let list = self.fresh(&format!("{sizes}/classes"));
         if let Some(op) = changed(sizes) {
@@ -144,15 +143,9 @@ impl Definition {
         {
             let constant = Op::Constant(Array::floats(numbers.iter().copied()));
             let (numbers, scaled) = (self.fresh(name), self.fresh(&format!("{name}/output")));
-            let node = |name: &str, op: Op, inputs: Vec<String>| Node {
-                name: name.to_owned(),
-                op,
-                inputs,
-                outputs: vec![name.to_owned()],
-            };
-            self.nodes.push(node(&numbers, constant, Vec::new()));
-            let inputs = vec![self.outputs[0].clone(), numbers];
-            self.nodes.push(node(&scaled, Op::Arithmetic(op), inputs));
+            let inputs = vec![self.outputs[0].clone(), numbers.clone()];
+            self.nodes.push(node(constant, Vec::new(), numbers));
+            self.nodes.push(node(Op::Arithmetic(op), inputs, scaled.clone()));
             self.outputs[0] = scaled;
         }
     }
