@@ -9,8 +9,9 @@ own: it does some steps on noise that it holds in memory, of which the median co
     default         as it is after installation, contiguous
     channels-last   model and images in channels-last memory
     kept            channels-last, and malloc told to keep memory, since fresh memory costs page faults
-    compiled        the last, through torch.compile
-    compiled-0.5    the last, with torch._functorch.config.activation_memory_budget = 0.5; likewise 0.2
+    kept-large      the last, in pages of 2 MB where the system gives them (GLIBC_TUNABLES=glibc.malloc.hugetlb=1), as convoke's are
+    compiled        kept, through torch.compile; compiled-large in such pages
+    compiled-0.5    compiled, with torch._functorch.config.activation_memory_budget = 0.5; likewise 0.2
     checkpointed    kept, with torch.utils.checkpoint around each block
     bf16            kept, forward under autocast to bf16; bf16-compiled: through torch.compile, too
 
@@ -37,7 +38,8 @@ from convolutions import KEEP_MEMORY, run_convoke, run_json
 
 BATCHES = {"mnist-cnn": 2048, "resnet20": 128, "resnet50": 16, "segnet": 16}
 BUDGETS = {"mnist-cnn": "650MB"}
-PYTORCH = ["default", "channels-last", "kept", "compiled", "compiled-0.5", "compiled-0.2", "checkpointed", "bf16", "bf16-compiled"]
+LARGE = "-large"
+PYTORCH = ["default", "channels-last", "kept", "kept-large", "compiled", "compiled-large", "compiled-0.5", "compiled-0.2", "checkpointed", "bf16", "bf16-compiled"]
 WARM_UP = 2
 
 
@@ -117,11 +119,13 @@ def compare(model, batch, args):
 
 def pytorch(model, batch, how, args):
     environment = dict(os.environ, **({} if how in ("default", "channels-last") else KEEP_MEMORY))
+    if how.endswith(LARGE):
+        environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     # What another run has compiled would make the first step look short.
     with tempfile.TemporaryDirectory() as cache:
         environment["TORCHINDUCTOR_CACHE_DIR"] = cache
         worker = Path(__file__).with_name("pytorch_steps.py")
-        command = [sys.executable, worker, model, batch, how, args.threads, WARM_UP, args.steps]
+        command = [sys.executable, worker, model, batch, how.removesuffix(LARGE), args.threads, WARM_UP, args.steps]
         return run_json(command, environment)
 
 

@@ -134,8 +134,8 @@ pub enum ConfigError {
         /// The rule's.
         base: f64,
     },
-    /// The last layer has a learning rate, and is frozen.
-    #[error("head_lr: the last layer, {}, is frozen", escaped(.0))]
+    /// The last layer has a learning rate or steps of its own, and is frozen.
+    #[error("head_lr or frozen_steps: the last layer, {}, is frozen", escaped(.0))]
     FrozenHead(String),
     /// A pattern of frozen parameters matches none.
     #[error(
@@ -175,6 +175,14 @@ pub enum ConfigError {
     /// Images are to be mixed whose classes cannot be.
     #[error("mixup and cutmix mix the classes of images; {data} has {found}")]
     NothingToMix {
+        /// The data set.
+        data: String,
+        /// What it has in their place.
+        found: &'static str,
+    },
+    /// Classes are to be balanced where images have none.
+    #[error("balanced sampling is for images with a class each; {data} has {found}")]
+    NothingToBalance {
         /// The data set.
         data: String,
         /// What it has in their place.

@@ -35,6 +35,9 @@ pub struct ParameterRules {
     /// Whether batch norms use their running statistics in training too, leave them as they are, and do not train weight and
     /// bias.
     pub freeze_bn: bool,
+    /// Steps at the beginning in which only the last layer is trained, the one of [`ParameterRules::head_lr`]: a new layer on pretrained
+    /// ones settles before its gradients change them. Running statistics still move.
+    pub frozen_steps: u64,
 }
 
 /// How an optimizer treats one parameter.
@@ -55,8 +58,8 @@ impl ParameterRules {
     /// Freezes a model's parameters and batch norms. What these rules do not freeze stays as it is.
     ///
     /// # Errors
-    /// If a pattern matches no parameter, nothing is left to train, or the last layer is frozen and has a learning rate. Nothing is
-    /// frozen then.
+    /// If a pattern matches no parameter, nothing is left to train, or the last layer is frozen and has a learning rate or steps of its
+    /// own. Nothing is frozen then.
     pub fn freeze(&self, model: &(impl Module + ?Sized)) -> Result<(), ConfigError> {
         if !self.freezes() {
             return Ok(());
@@ -85,7 +88,7 @@ impl ParameterRules {
         }
         let head = last_layer(model);
         let mut of_head = parameters.iter().filter(|(name, _)| layer_of(name) == head);
-        if self.head_lr.is_some() && of_head.all(|(_, own)| is_frozen(own)) {
+        if (self.head_lr.is_some() || self.frozen_steps > 0) && of_head.all(|(_, own)| is_frozen(own)) {
             return Err(ConfigError::FrozenHead(head));
         }
         frozen.iter().for_each(|parameter| parameter.set_trained(false));
@@ -93,6 +96,16 @@ impl ParameterRules {
             model.freeze_batchnorm(true);
         }
         Ok(())
+    }
+
+    /// The parameters that [`ParameterRules::frozen_steps`] is about: those that are trained, but for the last layer's.
+    pub(crate) fn thawed_later(&self, model: &(impl Module + ?Sized)) -> Vec<Parameter> {
+        if self.frozen_steps == 0 {
+            return Vec::new();
+        }
+        let head = last_layer(model);
+        let of_body = model.parameters().into_iter().filter(|(name, _)| layer_of(name) != head);
+        of_body.map(|(_, own)| own).filter(Parameter::is_trained).collect()
     }
 
     /// How each parameter is trained, by its path and number of dimensions; `base` is the rule's learning rate.

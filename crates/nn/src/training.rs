@@ -4,6 +4,7 @@ mod average;
 mod card;
 mod evaluation;
 mod memory;
+mod range_test;
 mod ranked;
 mod ranks;
 mod resume;
@@ -16,20 +17,23 @@ use convoke_distributed::Communicator;
 use serde::Serialize;
 
 use crate::checkpoint::CheckpointError;
-use crate::data::{Augmentation, Dataset, DatasetInfo, Datasets, Loader, Mixing};
-use crate::data_parallel::{DataParallel, DataParallelOptions, Sampler, shard};
+use crate::data::{Augmentation, DataError, Dataset, DatasetInfo, Datasets, Loader, Mixing, Target};
+use crate::data_parallel::{DataParallel, DataParallelOptions, Sampler, Sampling, shard};
 use crate::models::{ModelOptions, ModelSpec};
 use crate::modules::ConvBnMode;
 use crate::objective::Objective;
 use crate::planner::MemoryPlan;
-use crate::{ConfigError, Generator, Init, Module, Optimizer, ParameterRules, Precision, Rule, Schedule};
+use crate::{
+    ConfigError, Generator, Init, Module, Optimizer, Parameter, ParameterRules, Precision, Rule, Schedule,
+};
 
 use average::Average;
 pub use card::ModelCard;
 pub use evaluation::{Evaluation, EvaluationOptions, EvaluationProgress, Predictor, Validation, evaluate};
 pub(crate) use memory::DrySteps;
 pub use memory::{MemoryPrediction, predict_memory};
-pub use ranked::HardImage;
+pub use range_test::{RangeTest, range_test};
+pub use ranked::JudgedImage;
 pub use resume::SavedModel;
 pub use step::{StepReport, StepTimeline};
 
@@ -61,6 +65,8 @@ pub struct TrainingConfig {
     pub ema: Option<f64>,
     /// Images per step, over all ranks; the last batch of an epoch may be smaller.
     pub batch_size: usize,
+    /// Which training images an epoch has.
+    pub sampling: Sampling,
     /// How training images are randomly changed.
     pub augmentation: Augmentation,
     /// How training images are mixed with each other.
@@ -92,6 +98,7 @@ impl TrainingConfig {
             clip_norm: None,
             ema: None,
             batch_size: 128,
+            sampling: Sampling::default(),
             augmentation: Augmentation::default(),
             mixing: Mixing::default(),
             sync_bn: false,
@@ -284,6 +291,8 @@ pub struct Trainer {
     test_loader: Loader,
     model: Box<dyn Module>,
     optimizer: Optimizer,
+    /// What is trained once [`ParameterRules::frozen_steps`] are over; empty from then on.
+    thawed_later: Vec<Parameter>,
     /// The moving average of the weights, if the run keeps one.
     average: Option<Average>,
     random: Generator,
@@ -315,10 +324,15 @@ impl Trainer {
         let workers = default_workers(device, [&data.train, &data.test]);
         let parallel =
             DataParallel::new(model.as_ref(), &Communicator::solo(), DataParallelOptions::default())?;
+        let optimizer = Optimizer::with_rules(config.rule.clone(), model.as_ref(), &config.parameters)?;
+        // The optimizer has them: they are trained later.
+        let thawed_later = config.parameters.thawed_later(model.as_ref());
+        thawed_later.iter().for_each(|parameter| parameter.set_trained(false));
         Ok(Trainer {
-            optimizer: Optimizer::with_rules(config.rule.clone(), model.as_ref(), &config.parameters)?,
+            optimizer,
+            thawed_later,
             average: config.ema.map(|decay| Average::new(model.as_ref(), decay)).transpose()?,
-            sampler: Sampler::new(config.seed, data.train.len(), config.batch_size),
+            sampler: sampler(&config, data.train.as_ref())?,
             device: device.clone(),
             random: init.random,
             epoch: 0,
@@ -428,6 +442,32 @@ const AHEAD: usize = 2;
 fn default_workers<const N: usize>(device: &Device, data: [&Arc<dyn Dataset>; N]) -> usize {
     let in_memory = data.iter().all(|data| data.is_in_memory());
     if in_memory || device.is_dry() { 0 } else { device.compute().threads().min(4) }
+}
+
+/// The order in which a run sees its training images.
+fn sampler(config: &TrainingConfig, data: &dyn Dataset) -> std::result::Result<Sampler, ConfigError> {
+    let (seed, batch_size, len) = (config.seed, config.batch_size, data.len());
+    if config.sampling == Sampling::Shuffled {
+        return Ok(Sampler::new(seed, len, batch_size));
+    }
+    let class = |index: usize| match data.target(index) {
+        Ok(Target::Class(class)) => Ok(Some(class)),
+        Ok(Target::Bytes(class)) => Ok(class.first().map(|&class| class.into())),
+        Ok(_) => Ok(None),
+        Err(error) => {
+            let (dataset, reason) = (data.info().name.clone(), error.to_string());
+            Err(ConfigError::Data(DataError::Sample { dataset, index, reason }))
+        }
+    };
+    let is_of_pixels = data.info().targets.are_of_pixels();
+    let classes = match is_of_pixels {
+        true => None,
+        false => (0..len).map(class).collect::<std::result::Result<Option<Vec<i64>>, _>>()?,
+    };
+    classes.map(|classes| Sampler::balanced(seed, &classes, batch_size)).ok_or_else(|| {
+        let found = if is_of_pixels { "a class for each pixel" } else { "values" };
+        ConfigError::NothingToBalance { data: data.info().name.clone(), found }
+    })
 }
 
 fn loader(data: &Arc<dyn Dataset>, workers: usize) -> Result<Loader> {

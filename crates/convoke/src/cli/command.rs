@@ -13,9 +13,12 @@ use super::info::InfoArgs;
 use super::manual::{CompletionsArgs, ManArgs};
 use super::plan::PlanArgs;
 use super::predict::PredictArgs;
+use super::search::SearchArgs;
 use super::train::TrainArgs;
 use super::tune::TuneArgs;
-use super::{bench, bench_norm, cache, compare, evaluate, export, info, manual, plan, predict, train, tune};
+use super::{
+    bench, bench_norm, cache, compare, evaluate, export, info, manual, plan, predict, search, train, tune,
+};
 
 /// Train convolutional networks on CPUs, with fused convolution + batch norm that needs a fraction of the memory.
 #[derive(Parser)]
@@ -71,6 +74,17 @@ pub(crate) enum Command {
         convoke predict runs/scenes-1 street.png --masks masks\n  \
         convoke predict model.onnx cat.jpg --json -")]
     Predict(PredictArgs),
+    /// Find the learning rate, augmentation and image size that do best, within a time.
+    ///
+    /// Many trials are trained for a few epochs, the best third of them for three times as many, and so on until one has all --epochs. What a
+    /// flag names is the same in all trials; the rest of the three is searched. Each trial is a run in the folder of the search, which
+    /// `evaluate`, `predict`, `export` and `train --resume` take. All flags of `train` that say how to train may be given.
+    #[command(after_help = "Examples:\n  \
+        convoke search photos\n  \
+        convoke search photos --time-limit 1h --trials 27\n  \
+        convoke search photos --model mobilenet-v2 --image-size 128\n  \
+        convoke search --resume runs/photos-search-1")]
+    Search(SearchArgs),
     /// Train the same model twice, with separate and with fused Conv+BN, and compare memory, speed and accuracy.
     ///
     /// Both start from the same values and see the same batches. Their steps alternate, so that changes in the machine's speed
@@ -179,7 +193,7 @@ const SHORT: [&str; 15] = [
 ];
 /// The commands that users of trained models need, and those that most never need.
 const COMMANDS: [(&str, &[&str]); 2] = [
-    ("Commands", &["train", "evaluate", "predict", "export", "info"]),
+    ("Commands", &["train", "search", "evaluate", "predict", "export", "info"]),
     ("For specialists", &["compare", "plan", "bench", "bench-norm", "tune", "cache", "completions", "man"]),
 ];
 
@@ -191,7 +205,12 @@ pub(crate) fn definition() -> clap::Command {
             arg.hide_short_help(!is_shown)
         })
     };
-    let command = Args::command().mut_subcommand("train", short).mut_subcommand("compare", short);
+    let command = Args::command()
+        .mut_subcommand("train", short)
+        .mut_subcommand("compare", short)
+        .mut_subcommand("search", |command| {
+            short(command).mut_arg("trials", |arg| arg.hide_short_help(false))
+        });
     let (header, literal) = (*command.get_styles().get_header(), *command.get_styles().get_literal());
     let line = |name: &&str| {
         let about = command.find_subcommand(name).and_then(clap::Command::get_about);
@@ -214,6 +233,7 @@ impl Command {
             Command::Train(args) => train::run(args),
             Command::Evaluate(args) => evaluate::run(&args),
             Command::Predict(args) => predict::run(&args),
+            Command::Search(args) => search::run(args),
             Command::Compare(args) => compare::run(args),
             Command::Bench(args) => bench::run(&args),
             Command::BenchNorm(args) => bench_norm::run(&args),

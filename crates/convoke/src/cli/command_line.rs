@@ -18,7 +18,7 @@ use super::settings::{Flag, OWN, PLACE, SETTINGS, Settings, as_arguments, as_tex
 use super::text::shell;
 
 /// What a run that is resumed keeps, because other values would make it another run.
-const KEPT: [&str; 34] = [
+const KEPT: [&str; 36] = [
     "data",
     "augment",
     "image-size",
@@ -44,7 +44,9 @@ const KEPT: [&str; 34] = [
     "nesterov",
     "decay",
     "freeze",
+    "frozen-epochs",
     "freeze-bn",
+    "sampler",
     "clip-norm",
     "ema",
     "mixup",
@@ -55,13 +57,14 @@ const KEPT: [&str; 34] = [
     "checkpoint",
 ];
 const TRAIN: &str = "train";
+const SEARCH: &str = "search";
 
 /// Reads the command line and, for `train`, the file of settings that it names. As clap does, it ends the process for `--help`,
 /// `--version`, and arguments that do not exist.
 pub(crate) fn parse(arguments: Vec<OsString>) -> Result<Args> {
     let matches = matches(&arguments).unwrap_or_else(|error| error.exit());
-    let Some(train) = matches.subcommand_matches(TRAIN) else { return Ok(args(&matches)) };
-    let flags = flags();
+    let Some(train) = matches.subcommand_matches(TRAIN) else { return with_trials(&matches) };
+    let flags = flags_of(TRAIN);
     let (file, run) = match (train.get_one::<PathBuf>("config"), resumed(train)?) {
         (Some(file), _) => (file.clone(), None),
         (None, Some(run)) => (run.join(SETTINGS), Some(run)),
@@ -99,6 +102,21 @@ fn with_settings(matches: &ArgMatches, flags: &[Flag]) -> Result<Args> {
     let mut args = args(matches);
     if let (Command::Train(train), Some(matches)) = (&mut args.command, matches.subcommand_matches(TRAIN)) {
         train.keep.settings = Settings::of(matches, flags)?;
+    }
+    Ok(args)
+}
+
+/// The arguments of another command than `train`; those of `search` with the flags that its trials have.
+fn with_trials(matches: &ArgMatches) -> Result<Args> {
+    let mut args = args(matches);
+    if let (Command::Search(search), Some(matches)) = (&mut args.command, matches.subcommand_matches(SEARCH))
+    {
+        let flags = flags_of(SEARCH);
+        let of_trials: Vec<Flag> = flags
+            .into_iter()
+            .filter(|flag| !["trials", "time-limit"].contains(&flag.name.as_str()))
+            .collect();
+        search.settings = Settings::of(matches, &of_trials)?;
     }
     Ok(args)
 }
@@ -150,17 +168,17 @@ fn newest() -> Result<PathBuf> {
         .ok_or_else(|| Failure::Usage(format!("--resume: there is no run in {RUNS}: name the folder of one")))
 }
 
-/// The flags of `train` that are settings.
-fn flags() -> Vec<Flag> {
-    let mut command = definition();
-    command.build();
-    let train = command.find_subcommand(TRAIN).expect("there is such a command");
+/// The flags of `train` or `search` that are settings.
+fn flags_of(command: &str) -> Vec<Flag> {
+    let mut definition = definition();
+    definition.build();
+    let command = definition.find_subcommand(command).expect("there is such a command");
     let flag = |arg: &Arg| {
         let name = arg.get_long().filter(|name| !OWN.contains(name))?.to_owned();
         let is_switch = matches!(arg.get_action(), ArgAction::SetTrue);
         Some(Flag { id: arg.get_id().to_string(), name, is_switch })
     };
-    train.get_arguments().filter_map(flag).collect()
+    command.get_arguments().filter_map(flag).collect()
 }
 
 /// Fails if the command line has another value than the run for what a run keeps.

@@ -50,6 +50,7 @@ fn on_rank(run: &Run, rank: &Rank<'_>) -> Result<()> {
         let checkpoint = folder(conv_bn);
         let options = SessionOptions {
             conv_bn,
+            learning_rate: None,
             tuner: &tuner,
             cpu: &cpu,
             checkpoint: checkpoint.as_deref(),

@@ -5,6 +5,7 @@ use crate::nn::data::DataError;
 use crate::nn::training::TrainingError;
 
 /// Why a command ended without success.
+#[derive(Debug)]
 pub(crate) enum Failure {
     /// The request makes no sense: exit code 2.
     Usage(String),

@@ -37,7 +37,7 @@ pub(crate) const CARD: &str = "model.json";
 pub(crate) const GRAPH: &str = "model.onnx";
 pub(crate) const BEST: &str = "best.safetensors";
 pub(crate) const LAST: &str = "last.safetensors";
-const METRICS: &str = "metrics.jsonl";
+pub(crate) const METRICS: &str = "metrics.jsonl";
 const REPORT: &str = "report.html";
 pub(crate) const CHECKPOINT: &str = "checkpoint";
 /// Where runs have their folders that no flag names.
@@ -62,7 +62,8 @@ pub(crate) struct KeepArgs {
     #[arg(long, value_enum, value_name = "METRIC", help_heading = "Training")]
     pub(crate) best_by: Option<Metric>,
 
-    /// End the run after this many epochs without a better result on the validation images.
+    /// End the run after this many epochs without a better result on the validation images [default: 3 once they are all right, if no
+    /// flag says how long the run is].
     #[arg(long, value_name = "EPOCHS", value_parser = value_parser!(u32).range(1..), help_heading = "Training")]
     pub(crate) patience: Option<u32>,
 
@@ -89,6 +90,8 @@ pub(crate) enum Metric {
     Top5,
     /// Intersection over union, averaged over the classes of pixels.
     MeanIou,
+    /// The harmonic mean of recall and precision, averaged over labels.
+    F1,
     /// The mean loss; less is better.
     Loss,
 }
@@ -113,6 +116,7 @@ struct EpochMetrics {
     accuracy: Option<f64>,
     top5_accuracy: Option<f64>,
     mean_iou: Option<f64>,
+    mean_f1: Option<f64>,
     /// Whether it was the best epoch so far.
     best: bool,
 }
@@ -263,6 +267,7 @@ fn lines(trainer: &Trainer, metric: Metric) -> Result<String> {
             accuracy: validation.accuracy,
             top5_accuracy: validation.top5_accuracy,
             mean_iou: validation.mean_iou,
+            mean_f1: validation.mean_f1,
             best: best(&validations[..=index], metric) == Some(validation),
         };
         lines.push_str(&serde_json::to_string(&epoch)?);
@@ -271,17 +276,34 @@ fn lines(trainer: &Trainer, metric: Metric) -> Result<String> {
     Ok(lines)
 }
 
-/// The best of some epochs; of equal ones the first. None if none has the metric.
+/// The best of some epochs; of equally good ones the one with the least loss, then the first. None if none has the metric.
 pub(crate) fn best(validations: &[Validation], metric: Metric) -> Option<&Validation> {
     // Larger is better.
     let value = |of: &Validation| match metric {
         Metric::Accuracy => of.accuracy,
         Metric::Top5 => of.top5_accuracy,
         Metric::MeanIou => of.mean_iou,
+        Metric::F1 => of.mean_f1,
         Metric::Loss => Some(-of.loss),
     };
     let known = validations.iter().filter_map(|of| Some((of, value(of).filter(|value| !value.is_nan())?)));
-    known.reduce(|best, next| if next.1 > best.1 { next } else { best }).map(|(best, _)| best)
+    let is_better = |(next, value): (&Validation, f64), (best, most): (&Validation, f64)| {
+        value > most || value == most && next.loss < best.loss
+    };
+    known.reduce(|best, next| if is_better(next, best) { next } else { best }).map(|(best, _)| best)
+}
+
+/// Whether an epoch has the most that its metric can be, and no epoch after it had less loss for so long that none is expected to. The
+/// rest of a run would not change the best weights then.
+pub(crate) fn is_exhausted(validations: &[Validation], metric: Metric) -> bool {
+    const LONG: usize = 3;
+    let is_perfect = |best: &Validation| match metric {
+        Metric::Accuracy => best.accuracy == Some(1.0),
+        Metric::MeanIou => best.mean_iou == Some(1.0),
+        Metric::F1 => best.mean_f1 == Some(1.0),
+        Metric::Top5 | Metric::Loss => false,
+    };
+    best(validations, metric).is_some_and(is_perfect) && epochs_without_gain(validations, metric) >= LONG
 }
 
 /// Epochs since the best one.
@@ -313,6 +335,7 @@ pub(crate) fn metric(args: &KeepArgs, info: &DatasetInfo) -> Result<Metric> {
         Metric::Top5 if !classes || of_pixels => "has no class for each image",
         Metric::Top5 if info.classes <= 5 => "has no more than five classes",
         Metric::MeanIou if !classes || !of_pixels => "has no class for each pixel",
+        Metric::F1 if !info.targets.are_labels() => "does not have any number of labels an image",
         Metric::Accuracy if !classes => "has no classes",
         _ => return Ok(chosen),
     };
@@ -335,17 +358,35 @@ mod tests {
             epoch(1, 2.0, Some(0.5)),
             epoch(2, 1.0, Some(0.75)),
             epoch(3, 1.5, Some(0.75)),
-            epoch(4, 0.5, None),
+            epoch(4, 0.9, Some(0.75)),
+            epoch(5, 0.5, None),
         ];
         let number = |metric| best(&epochs, metric).map(|best| best.epoch);
         assert_eq!(
             (number(Metric::Accuracy), number(Metric::Loss), number(Metric::Top5)),
-            (Some(2), Some(4), None)
+            (Some(4), Some(5), None)
         );
-        assert_eq!(epochs_without_gain(&epochs, Metric::Accuracy), 2);
+        assert_eq!(epochs_without_gain(&epochs, Metric::Accuracy), 1);
         assert_eq!(
             (epochs_without_gain(&epochs, Metric::Top5), epochs_without_gain(&[], Metric::Loss)),
-            (4, 0)
+            (5, 0)
         );
+    }
+
+    #[test]
+    fn a_run_is_exhausted_when_all_is_right_and_the_loss_stays() {
+        let losses = |losses: &[f64], accuracy: f64| -> Vec<Validation> {
+            (1..).zip(losses).map(|(number, loss)| epoch(number, *loss, Some(accuracy))).collect()
+        };
+        for (epochs, metric, expected) in [
+            (losses(&[0.5, 0.6, 0.6, 0.5], 1.0), Metric::Accuracy, true),
+            (losses(&[0.5, 0.6, 0.6], 1.0), Metric::Accuracy, false),
+            (losses(&[0.5, 0.4, 0.3, 0.2], 1.0), Metric::Accuracy, false),
+            (losses(&[0.5, 0.6, 0.6, 0.5], 0.99), Metric::Accuracy, false),
+            (losses(&[0.5, 0.6, 0.6, 0.5], 1.0), Metric::Loss, false),
+            (Vec::new(), Metric::Accuracy, false),
+        ] {
+            assert_eq!(is_exhausted(&epochs, metric), expected, "{epochs:?}");
+        }
     }
 }

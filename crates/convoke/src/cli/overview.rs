@@ -33,6 +33,8 @@ const RARE: u64 = 4;
 /// What is known of a run's model and steps.
 pub(crate) struct Overview<'a> {
     pub(crate) config: &'a TrainingConfig,
+    /// None if it is still to be found.
+    pub(crate) learning_rate: Option<f64>,
     pub(crate) parameters: usize,
     pub(crate) batches: usize,
     pub(crate) steps: u64,
@@ -47,8 +49,8 @@ pub(crate) fn show(run: &Run, rank: &Rank<'_>, overview: Overview<'_>) -> Result
     Ok(())
 }
 
-/// Shows what a run would begin with, which needs no more than the data.
-pub(crate) fn of_plan(run: &Run, rank: &Rank<'_>) -> Result<()> {
+/// Shows what a run would begin with, which needs no more than the data; `finds_rate` if it would find its learning rate first.
+pub(crate) fn of_plan(run: &Run, rank: &Rank<'_>, finds_rate: bool) -> Result<()> {
     let data = rank.data.train.as_ref();
     let balanced = || dataset::balanced_weights(data, rank.console);
     let config = run.config(ConvBnMode::Fused, data, balanced)?;
@@ -58,6 +60,7 @@ pub(crate) fn of_plan(run: &Run, rank: &Rank<'_>) -> Result<()> {
     let batches = Sampler::batches_of(data.len(), config.batch_size);
     let overview = Overview {
         config: &config,
+        learning_rate: Some(config.rule.learning_rate()).filter(|_| !finds_rate),
         parameters: model.parameter_count(),
         batches,
         steps: run.length.total_steps(batches),
@@ -71,17 +74,17 @@ fn lines(run: &Run, rank: &Rank<'_>, overview: &Overview<'_>) -> Result<Vec<Stri
     if run.source.spec.is_some() {
         lines.extend(data_lines(run, rank)?);
     }
-    let Overview { config, parameters, batches, steps } = *overview;
+    let Overview { config, learning_rate, parameters, batches, steps } = *overview;
     let weights = match &run.weights {
         Some(file) => format!("weights of {}", escaped(file.display())),
         None => "random weights".into(),
     };
     lines.push(format!("model: {}, {}, {weights}", run.model, counted(parameters, "parameter")));
     let schedule = run.recipe.schedule_name(run.length.is_open());
-    let rate = config.rule.learning_rate();
-    let rate = match schedule {
-        ScheduleName::Constant => format!("learning rate {rate}"),
-        other => format!("learning rate {rate} at most ({})", name(other)),
+    let rate = match (learning_rate, schedule) {
+        (None, schedule) => format!("a learning rate that --find-lr finds ({})", name(schedule)),
+        (Some(rate), ScheduleName::Constant) => format!("learning rate {rate}"),
+        (Some(rate), other) => format!("learning rate {rate} at most ({})", name(other)),
     };
     let length = match run.length.epochs_of(batches) {
         Some(epochs) if steps == epochs.saturating_mul(batches as u64) => {
@@ -90,8 +93,13 @@ fn lines(run: &Run, rank: &Rank<'_>, overview: &Overview<'_>) -> Result<Vec<Stri
         }
         _ => counted(steps as usize, "step"),
     };
+    let frozen = match run.frozen_epochs {
+        0 => String::new(),
+        1 => "; the last layer alone in the first epoch (--frozen-epochs)".into(),
+        epochs => format!("; the last layer alone in the first {epochs} epochs"),
+    };
     lines.push(format!(
-        "recipe: {}, {rate}, {length}, {} each",
+        "recipe: {}, {rate}, {length}, {} each{frozen}",
         config.rule.name(),
         counted(config.batch_size, "image")
     ));
@@ -225,7 +233,7 @@ fn class_lines(train: &dyn Dataset, validation: &dyn Dataset, console: &Console)
         (0..train_counts.len()).filter(|&class| train_counts[class].saturating_mul(RARE) <= most).collect();
     if !rare.is_empty() {
         lines.push(format!(
-            "  warning: {} {} rare beside the others: --class-weights balanced lets rare classes count as much as common ones",
+            "  warning: {} {} rare beside the others: --class-weights balanced lets rare classes count as much as common ones, --sampler balanced shows them as often",
             listed(&rare),
             if rare.len() == 1 { "is" } else { "are" }
         ));

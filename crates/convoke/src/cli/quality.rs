@@ -11,7 +11,7 @@ use serde::Serialize;
 use crate::nn::data::Dataset;
 use crate::nn::data::photos::{Thumbnail, thumbnail};
 use crate::nn::metrics::Confusion;
-use crate::nn::training::{Evaluation, HardImage, ModelCard};
+use crate::nn::training::{Evaluation, JudgedImage, ModelCard};
 
 use super::chart;
 use super::page::{columns, escape, table};
@@ -151,7 +151,7 @@ impl Judged {
         rows
     }
 
-    /// The parts of a page: a table of the classes, the confusion matrix, and the images with the highest loss.
+    /// The parts of a page: a table of the classes, the confusion matrix, and the images with the highest and the lowest loss.
     pub(crate) fn sections(&self) -> String {
         let mut text = String::new();
         let rows = self.rows();
@@ -166,13 +166,20 @@ impl Judged {
             (None, None) => "Classes",
         };
         text.push_str(&columns(&[format!("<h2>{heading}</h2>\n{}\n", table(&rows)), matrix]));
-        let images: String = self.evaluation.hardest.iter().filter_map(|image| self.picture(image)).collect();
-        if !images.is_empty() {
-            let _ = write!(
-                text,
-                "<h2>Highest losses</h2>\n<p>The images whose class the model found least likely.</p>\n\
-                 <ul class=\"pictures\">\n{images}</ul>\n"
-            );
+        let Evaluation { hardest, easiest, .. } = &self.evaluation;
+        let right: Vec<JudgedImage> =
+            easiest.iter().filter(|image| image.label == image.predicted).copied().collect();
+        for (heading, what, images) in [
+            ("Highest losses", "The images whose class the model found least likely.", hardest),
+            ("Right and sure", "The images whose class the model found most likely.", &right),
+        ] {
+            let images: String = images.iter().filter_map(|image| self.picture(image)).collect();
+            if !images.is_empty() {
+                let _ = write!(
+                    text,
+                    "<h2>{heading}</h2>\n<p>{what}</p>\n<ul class=\"pictures\">\n{images}</ul>\n"
+                );
+            }
         }
         text
     }
@@ -247,7 +254,7 @@ impl Judged {
 
     /// The images with the highest loss, with what they show and what it was taken for.
     pub(crate) fn pictures(&self) -> Vec<(String, Thumbnail)> {
-        let picture = |(rank, image): (usize, &HardImage)| {
+        let picture = |(rank, image): (usize, &JudgedImage)| {
             let text = format!("highest losses/{}: {}", rank + 1, self.text(image));
             Some((text, self.thumbnail(image)?))
         };
@@ -255,7 +262,7 @@ impl Judged {
     }
 
     /// None if the image can no longer be read, or its loss is not finite.
-    fn thumbnail(&self, image: &HardImage) -> Option<Thumbnail> {
+    fn thumbnail(&self, image: &JudgedImage) -> Option<Thumbnail> {
         // After a run that diverged, all are equally wrong.
         if !image.loss.is_finite() {
             return None;
@@ -265,14 +272,14 @@ impl Judged {
     }
 
     /// The class of an image, and what it was taken for.
-    fn text(&self, image: &HardImage) -> String {
+    fn text(&self, image: &JudgedImage) -> String {
         let [label, predicted] =
             [image.label, image.predicted].map(|class| self.card.class_name(class).into_owned());
         if image.label == image.predicted { label } else { format!("{label}, taken for {predicted}") }
     }
 
     /// A picture of an image with its class, what it was taken for, and its file; none if it cannot be read.
-    fn picture(&self, image: &HardImage) -> Option<String> {
+    fn picture(&self, image: &JudgedImage) -> Option<String> {
         let jpeg = self.thumbnail(image)?.jpeg;
         let file = self.data.file(image.index);
         let file = match (&file, self.data.photos().and_then(|photos| photos.folder)) {
@@ -282,9 +289,10 @@ impl Judged {
         };
         let (label, text) = (escape(&self.card.class_name(image.label)), escape(&self.text(image)));
         Some(format!(
-            "<li><img src=\"data:image/jpeg;base64,{0}\" alt=\"{label}\"><b>{text}</b><br>loss {loss:.2}<br><span class=\"file\" title=\"{1}\">{1}</span></li>\n",
+            "<li><img src=\"data:image/jpeg;base64,{0}\" alt=\"{label}\"><b>{text}</b><br>{sure:.0} % sure, loss {loss:.2}<br><span class=\"file\" title=\"{1}\">{1}</span></li>\n",
             BASE64_STANDARD.encode(jpeg),
             escape(&file),
+            sure = 100.0 * image.probability,
             loss = image.loss,
         ))
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::nn::data::Datasets;
 use crate::nn::planner::MemoryPlan;
 use crate::nn::training::{
-    Evaluation, StepReport, StepTimeline, Trainer, TrainingConfig, TrainingError, Validation,
+    Evaluation, RangeTest, StepReport, StepTimeline, Trainer, TrainingConfig, TrainingError, Validation,
 };
 use crate::nn::{ModuleExt, Precision};
 use serde::Serialize;
@@ -88,6 +88,9 @@ pub(crate) struct RunRecord {
     /// The learning rate of each step.
     #[serde(skip)]
     pub(crate) learning_rates: Vec<f64>,
+    /// How the learning rate was found, if it was.
+    #[serde(skip)]
+    pub(crate) range_test: Option<RangeTest>,
     #[serde(skip)]
     pub(crate) timeline: Option<StepTimeline>,
     /// The results on the test set, for the page.
@@ -111,6 +114,7 @@ pub(crate) struct ValidationRecord {
     pub(crate) accuracy: Option<f64>,
     pub(crate) top5_accuracy: Option<f64>,
     pub(crate) mean_iou: Option<f64>,
+    pub(crate) mean_f1: Option<f64>,
 }
 
 /// The mean loss of an epoch's steps, as far as they are done.
@@ -126,7 +130,7 @@ fn validated(trainer: &Trainer, metric: Metric) -> Vec<ValidationRecord> {
     let validations = trainer.validations();
     let best = best(validations, metric).map(|best| best.epoch);
     let record = |validation: &Validation| {
-        let Validation { epoch, loss, accuracy, top5_accuracy, mean_iou, .. } = *validation;
+        let Validation { epoch, loss, accuracy, top5_accuracy, mean_iou, mean_f1, .. } = *validation;
         let steps = epoch.saturating_mul(trainer.batches_per_epoch());
         ValidationRecord {
             epoch,
@@ -138,6 +142,7 @@ fn validated(trainer: &Trainer, metric: Metric) -> Vec<ValidationRecord> {
             accuracy,
             top5_accuracy,
             mean_iou,
+            mean_f1,
         }
     };
     validations.iter().map(record).collect()
@@ -159,11 +164,17 @@ pub(crate) struct Finished<'a> {
     pub(crate) memory_plan: Option<MemoryPlan>,
 }
 
+/// Steps before the first whose time says what later ones take, and the least number of such steps.
+const WARM_UP: usize = 3;
+const LEAST: usize = 2;
+
 /// Collects the steps of a run.
 #[derive(Default)]
 pub(crate) struct Recorder {
     seconds: Vec<f64>,
     rates: Vec<f64>,
+    /// How many of these steps trained the last layer alone, if others came after them.
+    frozen: usize,
     bytes_sent: Vec<f64>,
     seconds_waited: f64,
     seconds_loaded: f64,
@@ -194,10 +205,24 @@ impl Recorder {
         self.seconds.len()
     }
 
+    /// From here on steps train more than the last layer: the times of the steps before say nothing of later ones.
+    pub(crate) fn end_frozen_steps(&mut self) {
+        self.frozen = self.seconds.len();
+    }
+
+    /// Steps recorded so far whose times are like those of later ones.
+    pub(crate) fn usual_steps(&self) -> usize {
+        self.seconds.len() - self.frozen
+    }
+
+    /// Whether what a step takes is known since the last step.
+    pub(crate) fn has_first_estimate(&self) -> bool {
+        self.usual_steps() == WARM_UP + LEAST
+    }
+
     /// What a step takes, once that is known: the first steps make choices that later ones take.
     pub(crate) fn step_seconds(&self) -> Option<f64> {
-        const WARM_UP: usize = 3;
-        let warm = self.seconds.get(WARM_UP..).filter(|warm| warm.len() >= 2)?;
+        let warm = self.seconds[self.frozen..].get(WARM_UP..).filter(|warm| warm.len() >= LEAST)?;
         median(warm[warm.len().saturating_sub(20)..].to_vec())
     }
 
@@ -215,6 +240,8 @@ impl Recorder {
         let own_rate = median(self.own_rates).unwrap_or(f64::NAN);
         let rates = trainer.communicator().all_gather("throughput", &[own_rate])?;
         let rates = rates.into_iter().flatten().map(|rate| Some(rate).filter(|rate| rate.is_finite()));
+        let usual = if self.frozen < self.seconds.len() { self.frozen.. } else { 0.. };
+        let (times, image_rates) = (warm(&self.seconds[usual.clone()]), warm(&self.rates[usual]));
         Ok(RunRecord {
             conv_bn: config.conv_bn.to_string(),
             data: data.train.info().name.clone(),
@@ -241,9 +268,9 @@ impl Recorder {
                 .map_or_else(BTreeMap::new, |evaluation| evaluation.metrics.iter().cloned().collect()),
             loading_share: Some(self.seconds_loaded / self.seconds.iter().sum::<f64>())
                 .filter(|share| share.is_finite()),
-            step_seconds_median: median(warm(&self.seconds)),
-            step_seconds_quartiles: quartiles(warm(&self.seconds)),
-            images_per_second: median(warm(&self.rates)),
+            step_seconds_median: median(times.clone()),
+            step_seconds_quartiles: quartiles(times),
+            images_per_second: median(image_rates),
             bytes_end_of_forward: self.bytes_end_of_forward,
             bytes_peak: self.bytes_peak,
             parameters: trainer.model().parameter_count(),
@@ -258,6 +285,7 @@ impl Recorder {
             rank_images_per_second: rates.collect(),
             memory_plan,
             process_peak_bytes: system::process_peak_bytes(),
+            range_test: None,
             timeline: self.timeline,
             judged: evaluation.map(|evaluation| Judged {
                 evaluation,

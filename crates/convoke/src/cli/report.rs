@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use crate::nn::training::RangeTest;
+
 use super::chart::{Axis, Chart, Dot, Line, Scale};
 use super::failure::Result;
 use super::page::{columns, document, escape, legend, provenance, table};
@@ -40,7 +42,7 @@ fn page(results: &Results) -> String {
                 judged,
                 table,
                 columns(&[learning_rate(run), memory(runs)]),
-                provenance,
+                run.range_test.as_ref().map_or_else(String::new, found_rate) + &provenance,
             ]
         }
         // Both runs compute the same.
@@ -198,6 +200,40 @@ fn learning_rate(run: &RunRecord) -> String {
     let x = Axis { name: "step", from: 0.0, to: up_from_zero(rates.len() as f64), scale: Scale::Whole };
     let y = Axis { name: &name, from: 0.0, to: 1.05 * most / unit, scale: Scale::Linear };
     format!("<h2>Learning rate</h2>\n{}", curve(run, "learning rate by step", [x, y], points, None))
+}
+
+/// The losses of the test that found the learning rate, with the rate marked.
+fn found_rate(test: &RangeTest) -> String {
+    let points: Vec<(f64, f64)> =
+        test.learning_rates.iter().copied().zip(test.losses.iter().copied()).collect();
+    let (Some(first), Some(last)) = (test.learning_rates.first(), test.learning_rates.last()) else {
+        return String::new();
+    };
+    let chosen = points.iter().find(|(rate, _)| Some(*rate) == test.proposed);
+    let dot = |&(rate, loss): &(f64, f64)| Dot {
+        kind: "ring",
+        place: (rate, loss),
+        text: format!("the learning rate of the run, {rate:.2e}"),
+        label: "chosen".into(),
+    };
+    let most = test.losses.iter().copied().fold(0.0, f64::max);
+    let chart = Chart {
+        title: "loss by learning rate",
+        x: Axis::logarithmic("learning rate (log)", *first, *last),
+        y: Axis { name: "loss, averaged", from: 0.0, to: up_from_zero(1.05 * most), scale: Scale::Linear },
+        lines: vec![Line {
+            class: "fused".into(),
+            points: points.clone(),
+            dots: chosen.map(dot).into_iter().collect(),
+        }],
+        filled: false,
+        divide: None,
+    };
+    format!(
+        "<h2>How the learning rate was found</h2>\n<figure>\n{}\n</figure>\n<p>A copy of the model was trained with a learning rate that \
+         rose in each step; the run has the one at which the loss fell fast.</p>\n",
+        chart.svg()
+    )
 }
 
 /// A chart of one line, of a run, with a place marked as the best.

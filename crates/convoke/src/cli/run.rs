@@ -32,6 +32,8 @@ pub(crate) struct Run {
     pub(crate) source: DataSource,
     pub(crate) batch: BatchSize,
     pub(crate) length: Length,
+    /// Epochs at the beginning in which only the last layer is trained.
+    pub(crate) frozen_epochs: u64,
     pub(crate) rule: Rule,
     pub(crate) parameters: ParameterRules,
     pub(crate) recipe: RecipeArgs,
@@ -121,6 +123,11 @@ impl Length {
         self.steps.map_or(spanned, |steps| steps.min(spanned))
     }
 
+    /// Whether no flag says how long it is.
+    pub(crate) fn is_usual(self) -> bool {
+        matches!(self.epochs, Epochs::For { .. }) && self.steps.is_none()
+    }
+
     /// Whether only the steps say how long it is.
     pub(crate) fn is_open(self) -> bool {
         self.epochs == Epochs::OfSteps
@@ -173,7 +180,9 @@ impl Run {
         let (images, model) = (data.len(), self.model_for(data));
         let BatchSize { images: batch_size, is_given } = self.batch;
         let batch_size = if is_given { batch_size } else { batch_size.min(images.max(1)) };
-        let steps = self.length.spanned_steps(Sampler::batches_of(images, batch_size));
+        let batches = Sampler::batches_of(images, batch_size);
+        let steps = self.length.spanned_steps(batches);
+        let frozen_steps = self.frozen_epochs.saturating_mul(batches as u64);
         Ok(TrainingConfig {
             objective: self.objective(&model, balanced)?,
             model,
@@ -182,11 +191,12 @@ impl Run {
             rule: self.rule.clone(),
             schedule: self.recipe.schedule(steps, self.length.is_open()),
             warmup_steps: self.recipe.warmup,
-            parameters: self.parameters.clone(),
+            parameters: ParameterRules { frozen_steps, ..self.parameters.clone() },
             clip_norm: self.recipe.clip_norm,
             ema: self.recipe.ema,
             batch_size,
             seed: self.seed,
+            sampling: self.recipe.sampler.into(),
             augmentation: self.source.augmentation(),
             mixing: Mixing { mixup: self.recipe.mixup, cutmix: self.recipe.cutmix },
             sync_bn: self.ranks.sync_bn,

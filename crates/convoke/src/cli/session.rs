@@ -8,6 +8,7 @@ use std::time::Instant;
 use convoke_files::{FolderLock, escaped};
 
 use crate::nn::data::Datasets;
+use crate::nn::metrics::LabelCounts;
 use crate::nn::modules::ConvBnMode;
 use crate::nn::planner::MemoryPlan;
 use crate::nn::training::{Evaluation, StepReport, Trainer, TrainingConfig, TrainingError};
@@ -25,6 +26,9 @@ use super::record::{Finished, Recorder, Results, RunRecord, epoch_loss};
 use super::run::Run;
 use super::tensorboard::EventWriter;
 use super::{dataset, json, output, report, summary, text};
+
+/// Runs of so many seconds say in advance how long they take.
+const LONG: f64 = 60.0;
 
 /// One run with what it has recorded: `train` has one, `compare` two.
 pub(crate) struct Session {
@@ -63,12 +67,16 @@ struct Keeping {
     board: Option<EventWriter>,
     metric: Metric,
     patience: Option<usize>,
+    /// Whether no flag says how long the run is.
+    has_usual_length: bool,
     deadline: Option<Instant>,
 }
 
 /// What a run has besides the flags.
 pub(crate) struct SessionOptions<'a> {
     pub(crate) conv_bn: ConvBnMode,
+    /// The learning rate, if it is not that of the flags.
+    pub(crate) learning_rate: Option<f64>,
     pub(crate) tuner: &'a Tuner,
     /// What its kernels run on.
     pub(crate) cpu: &'a Cpu,
@@ -80,11 +88,14 @@ pub(crate) struct SessionOptions<'a> {
 
 impl Session {
     pub(crate) fn start(run: &Run, rank: &Rank<'_>, options: SessionOptions<'_>) -> Result<Session> {
-        let SessionOptions { conv_bn, tuner, cpu, checkpoint, keep } = options;
+        let SessionOptions { conv_bn, learning_rate, tuner, cpu, checkpoint, keep } = options;
         let cpu = cpu.clone();
         let device = Device::new(DeviceOptions { tuner: tuner.clone(), ..DeviceOptions::new(cpu.clone()) });
         let balanced = || dataset::balanced_weights(rank.data.train.as_ref(), rank.console);
-        let config = run.config(conv_bn, rank.data.train.as_ref(), balanced)?;
+        let mut config = run.config(conv_bn, rank.data.train.as_ref(), balanced)?;
+        if let Some(rate) = learning_rate {
+            config.rule = config.rule.with_learning_rate(rate);
+        }
         let deadline = keep.and_then(|keep| Instant::now().checked_add(keep.time_limit?));
         let metric = keep.map(|keep| model_folder::metric(keep, rank.data.train.info())).transpose()?;
         let output = keep.and_then(|keep| keep.output.as_deref()).filter(|_| rank.is_first());
@@ -165,6 +176,7 @@ impl Session {
                 board,
                 metric,
                 patience: keep.patience.map(|epochs| epochs as usize),
+                has_usual_length: run.length.is_usual(),
                 deadline,
             }),
             late: false,
@@ -176,6 +188,7 @@ impl Session {
     pub(crate) fn overview(&self) -> Overview<'_> {
         Overview {
             config: &self.config,
+            learning_rate: Some(self.config.rule.learning_rate()),
             parameters: self.trainer.model().parameter_count(),
             batches: self.trainer.batches_per_epoch(),
             steps: self.total_steps,
@@ -201,16 +214,24 @@ impl Session {
 
     /// Whether too many epochs brought no gain. This depends on what is saved alone, so a resumed run ends at the same epoch.
     fn is_out_of_patience(&self) -> bool {
-        let Some(Keeping { metric, patience: Some(patience), .. }) = &self.keep else { return false };
-        model_folder::epochs_without_gain(self.trainer.validations(), *metric) >= *patience
+        let Some(Keeping { metric, patience, has_usual_length, .. }) = &self.keep else { return false };
+        let validations = self.trainer.validations();
+        match patience {
+            Some(patience) => model_folder::epochs_without_gain(validations, *metric) >= *patience,
+            None => *has_usual_length && model_folder::is_exhausted(validations, *metric),
+        }
     }
 
     /// Tells why the run ended before its last step, if it did.
     pub(crate) fn show_end(&self, console: &Console) {
-        let reason = match (self.late, self.is_out_of_patience()) {
-            (true, _) => "--time-limit is over",
-            (false, true) => "--patience: no epoch was better than the best",
-            (false, false) => return,
+        let is_asked = self.keep.as_ref().is_some_and(|keep| keep.patience.is_some());
+        let reason = match (self.late, self.is_out_of_patience(), is_asked) {
+            (true, ..) => "--time-limit is over",
+            (false, true, true) => "--patience: no epoch was better than the best",
+            (false, true, false) => {
+                "the best epoch has all validation images right, and the loss no longer falls (--epochs trains longer)"
+            }
+            (false, false, _) => return,
         };
         let (steps, total) = (self.trainer.steps(), self.total_steps);
         if steps < total {
@@ -259,8 +280,13 @@ impl Session {
     }
 
     pub(crate) fn step(&mut self) -> Result<StepReport> {
+        // Steps that train the last layer alone take less time and memory than those of the rest of the run.
+        let step = self.trainer.steps();
+        if step > 0 && self.trainer.is_frozen_at(step - 1) && !self.trainer.is_frozen_at(step) {
+            self.recorder.end_frozen_steps();
+        }
         // Record the first two steps: the second is the first whose buffers all come from the arena, as in later steps.
-        if self.recorder.steps() <= 1 {
+        if self.recorder.usual_steps() <= 1 {
             self.trainer.record_next_step();
         }
         let learning_rate = self.trainer.learning_rate();
@@ -305,7 +331,11 @@ impl Session {
         let loss = epoch_loss(&self.trainer, epoch as usize);
         let learning_rate = self.trainer.learning_rate_of(step - 1);
         let left = self.total_steps.saturating_sub(step) as f64;
-        let left = self.recorder.step_seconds().map(|seconds| seconds * left);
+        let is_usual = !self.trainer.is_frozen_at(step);
+        let left = self.recorder.step_seconds().filter(|_| is_usual).map(|seconds| seconds * left);
+        if let Some(left) = left.filter(|left| self.recorder.has_first_estimate() && *left >= LONG) {
+            console.line(&format!("the steps will take about {}", text::duration(left)));
+        }
         stage.set_in(
             done,
             &format!("loss {loss:.4}, learning rate {learning_rate:.2e}, {rate:.0} img/s"),
@@ -342,6 +372,7 @@ impl Session {
                 ("validation/accuracy", found.accuracy),
                 ("validation/top5_accuracy", found.top5_accuracy),
                 ("validation/mean_iou", found.mean_iou),
+                ("validation/mean_f1", found.labels.as_ref().and_then(LabelCounts::mean_f1)),
             ];
             board.scalars(self.trainer.steps(), &scalars)?;
             board.flush()?;
@@ -354,6 +385,7 @@ impl Session {
             let trained = epoch_loss(&self.trainer, self.trainer.epoch());
             let accuracy = share("accuracy", evaluation.accuracy);
             let iou = share("mean IoU", evaluation.mean_iou);
+            let f1 = share("mean F1", evaluation.labels.as_ref().and_then(LabelCounts::mean_f1));
             let metrics: String =
                 evaluation.metrics.iter().map(|(name, value)| format!(", {name} {value:.4}")).collect();
             let validations = self.trainer.validations();
@@ -361,7 +393,7 @@ impl Session {
             let is_best = validations.len() > 1 && best.is_some() && best == validations.last();
             let mark = if is_best { ", the best so far" } else { "" };
             console.line(&format!(
-                "{epoch}: loss {trained:.4}, validation loss {loss:.4}{accuracy}{iou}{metrics}{mark}"
+                "{epoch}: loss {trained:.4}, validation loss {loss:.4}{accuracy}{iou}{f1}{metrics}{mark}"
             ));
         }
         Ok(finished)

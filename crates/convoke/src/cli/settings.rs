@@ -21,10 +21,11 @@ const MAX_BYTES: u64 = 1 << 20;
 
 /// The id of the argument that names data, which the settings hold as `data` and `data-dir`.
 pub(crate) const PLACE: &str = "place";
-/// Flags that say what is shown, what is fetched and where results go. They are no settings: a file that somebody sends must not choose
+/// Flags that say what is shown, what is fetched, what is found before the run and where results go. They are no settings: a file that somebody sends must not choose
 /// what is overwritten.
-pub(crate) const OWN: [&str; 12] = [
+pub(crate) const OWN: [&str; 13] = [
     "download",
+    "find-lr",
     "config",
     "resume",
     "output",
@@ -126,6 +127,11 @@ impl Settings {
             }
         }
         Ok(Settings(table))
+    }
+
+    /// Takes the learning rate that --find-lr found, with which a run that is resumed goes on.
+    pub(crate) fn choose_learning_rate(&mut self, rate: f64) {
+        self.0.insert("lr".into(), Value::Float(rate));
     }
 
     /// Reads a file, and checks its names.

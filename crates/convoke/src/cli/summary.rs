@@ -28,12 +28,13 @@ fn epoch_rows(epochs: &[ValidationRecord]) -> Vec<Vec<String>> {
     let is_shown = |at: usize| at.is_multiple_of(every) || at + 1 == epochs.len() || epochs[at].best;
     type Value = fn(&ValidationRecord) -> Option<f64>;
     type Show = fn(f64) -> String;
-    let columns: [(&str, Value, Show); 5] = [
+    let columns: [(&str, Value, Show); 6] = [
         ("learning rate", |epoch| Some(epoch.learning_rate), |x| format!("{x:.2e}")),
         ("loss", |epoch| Some(epoch.train_loss), |x| format!("{x:.4}")),
         ("validation loss", |epoch| Some(epoch.loss), |x| format!("{x:.4}")),
         ("accuracy", |epoch| epoch.accuracy, |x| format!("{:.2} %", 100.0 * x)),
         ("mean IoU", |epoch| epoch.mean_iou, |x| format!("{:.2} %", 100.0 * x)),
+        ("mean F1", |epoch| epoch.mean_f1, |x| format!("{:.2} %", 100.0 * x)),
     ];
     let used: Vec<_> =
         columns.iter().filter(|(_, value, _)| epochs.iter().any(|epoch| value(epoch).is_some())).collect();

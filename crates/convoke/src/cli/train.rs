@@ -16,7 +16,7 @@ use super::ranks::{self, Rank};
 use super::record::Results;
 use super::run::Run;
 use super::session::{Session, SessionOptions, interruption, publish, show};
-use super::{output, overview, report};
+use super::{find_lr, output, overview, report};
 
 #[derive(Args)]
 pub(crate) struct TrainArgs {
@@ -30,6 +30,11 @@ pub(crate) struct TrainArgs {
     /// Take the flags from this file, such as the run.toml of another run; flags that are given beside it count more.
     #[arg(long, value_name = "FILE.toml", conflicts_with = "resume", help_heading = "Output")]
     pub(crate) config: Option<PathBuf>,
+
+    /// Find the learning rate before the first step: train a copy for up to 100 steps with rising learning rates, and take the one at
+    /// which the loss falls fast. The report shows the losses, and run.toml holds the rate.
+    #[arg(long, conflicts_with_all = ["lr", "resume"], help_heading = "Training")]
+    pub(crate) find_lr: bool,
 
     /// How convolution + batch norm blocks run: `fused` keeps one tensor a block for backward (two with a residual or a pool) and
     /// recomputes the rest; `separate` keeps a tensor for every layer. The results are the same.
@@ -62,12 +67,13 @@ impl From<ConvBn> for ConvBnMode {
 
 pub(crate) fn run(args: TrainArgs) -> Result<()> {
     // The file of settings has been read with the command line.
-    let TrainArgs { run, dry_run, config: _, conv_bn, keep, profile } = args;
+    let TrainArgs { run, dry_run, config: _, find_lr, conv_bn, keep, profile } = args;
     output::check("--profile", profile.as_deref())?;
     let run = run.resolve()?;
     let KeepArgs { output, no_output, best_by, patience, .. } = &keep;
     let settings = [
         ("command", "train".into()),
+        ("--find-lr", find_lr.to_string()),
         ("--conv-bn", name(conv_bn)),
         ("--output", given(&output.as_ref().map(|folder| folder.display()))),
         ("--best-by", given(&best_by.map(name))),
@@ -78,8 +84,15 @@ pub(crate) fn run(args: TrainArgs) -> Result<()> {
             "--memory-budget and --memory-plan are for fused blocks, not --conv-bn separate".into(),
         ));
     }
+    if run.memory.is_planned() && find_lr {
+        return Err(Failure::Usage(
+            "--find-lr: its steps keep to no memory budget: run it without one, then give the rate with --lr"
+                .into(),
+        ));
+    }
     let is_kept = output.is_none() && !no_output && run.source.spec.is_some() && !run.resume;
     let options = TrainOptions {
+        find_lr,
         conv_bn: conv_bn.into(),
         keep: &keep,
         name: is_kept.then(|| run.source.title()),
@@ -91,6 +104,7 @@ pub(crate) fn run(args: TrainArgs) -> Result<()> {
 
 /// What `train` has besides what all runs have.
 struct TrainOptions<'a> {
+    find_lr: bool,
     conv_bn: ConvBnMode,
     keep: &'a KeepArgs,
     /// What the run's folder is called, if it is a new one that no flag names.
@@ -102,18 +116,28 @@ struct TrainOptions<'a> {
 fn on_rank(run: &Run, own: &TrainOptions<'_>, rank: &Rank<'_>) -> Result<()> {
     let console = rank.console;
     if own.dry_run {
-        return overview::of_plan(run, rank);
+        return overview::of_plan(run, rank, own.find_lr);
     }
     let tuner = run.tuning.tuner(console)?;
+    let cpu = threads::cpu(run.threads, rank.in_process)?;
     let mut keep = own.keep.clone();
+    let found = own.find_lr.then(|| find_lr::of_run(run, rank, own.conv_bn, (&tuner, &cpu))).transpose()?;
+    if let Some(found) = &found {
+        keep.settings.choose_learning_rate(found.rate);
+    }
     if let Some(name) = own.name.as_deref().filter(|_| rank.is_first()) {
         keep.output = Some(ModelFolder::new_for(name)?);
     }
     let in_output = keep.output.as_deref().map(ModelFolder::checkpoint_in);
     let checkpoint = run.checkpoint.as_deref().or(in_output.as_deref());
-    let cpu = threads::cpu(run.threads, rank.in_process)?;
-    let options =
-        SessionOptions { conv_bn: own.conv_bn, tuner: &tuner, cpu: &cpu, checkpoint, keep: Some(&keep) };
+    let options = SessionOptions {
+        conv_bn: own.conv_bn,
+        learning_rate: found.as_ref().map(|found| found.rate),
+        tuner: &tuner,
+        cpu: &cpu,
+        checkpoint,
+        keep: Some(&keep),
+    };
     let mut session = Session::start(run, rank, options)?;
     overview::show(run, rank, session.overview())?;
     if let Some(folder) = &keep.output {
@@ -147,7 +171,9 @@ fn on_rank(run: &Run, own: &TrainOptions<'_>, rank: &Rank<'_>) -> Result<()> {
     let (steps, cpu) = (session.trainer.steps(), session.cpu().clone());
     let (folder, board) = (session.take_folder(), session.take_board());
     let photos = session.trainer.card().photos.and_then(|photos| photos.folder);
-    let results = Results { runs: vec![session.finish()?], step_ratio: None };
+    let mut record = session.finish()?;
+    record.range_test = found.and_then(|found| found.test);
+    let results = Results { runs: vec![record], step_ratio: None };
     publish(run, rank, &results)?;
     if let Some(folder) = &folder {
         report::write("--output", &folder.report()?, &results)?;

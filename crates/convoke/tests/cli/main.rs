@@ -26,5 +26,6 @@ mod recipes;
 mod report;
 mod resume;
 mod run_folder;
+mod search;
 mod tune;
 mod usage;

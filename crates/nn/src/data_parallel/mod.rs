@@ -15,7 +15,7 @@ use crate::{Module, ModuleExt, Precision};
 use buckets::Reducer;
 
 pub(crate) use sampler::shard_sizes;
-pub use sampler::{Sampler, Shard, shard};
+pub use sampler::{Sampler, Sampling, Shard, shard};
 pub(crate) use share::{share_bytes, share_state};
 
 /// The name in messages.

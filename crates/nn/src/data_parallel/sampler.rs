@@ -1,10 +1,26 @@
 //! Assigns samples to batches and ranks.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
+use serde::{Deserialize, Serialize};
+
+/// Which samples an epoch has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Sampling {
+    /// Each sample once.
+    #[default]
+    Shuffled,
+    /// As many samples of each class, and as many in all as there are: those of rare classes several times, and some of common classes in
+    /// each epoch. PyTorch's `WeightedRandomSampler` has such shares on average.
+    Balanced,
+}
 
 /// A rank's part of `len` items. The parts of the ranks follow each other and differ by at most one item; no part is larger than
 /// the last rank's. A rank beyond the last one gets nothing. A `world_size` of 0 counts as 1.
@@ -23,6 +39,8 @@ pub struct Sampler {
     batch_size: usize,
     epoch: usize,
     order: Vec<u32>,
+    /// The samples of each class, if an epoch has as many of each.
+    classes: Option<Arc<[Vec<u32>]>>,
 }
 
 /// A rank's part of a batch.
@@ -47,14 +65,32 @@ impl Sampler {
     /// # Panics
     /// If there are more than 2^32 - 1 samples, or there is no memory for the order.
     pub fn new(seed: u64, len: usize, batch_size: usize) -> Sampler {
-        Sampler { seed, batch_size: batch_size.max(1), epoch: 0, order: permutation(seed, 0, len) }
+        let order = permutation(seed, 0, len);
+        Sampler { seed, batch_size: batch_size.max(1), epoch: 0, order, classes: None }
+    }
+
+    /// As [`Sampler::new`] with the class of each sample, of which an epoch has as many: see [`Sampling::Balanced`].
+    ///
+    /// # Panics
+    /// As [`Sampler::new`].
+    pub fn balanced(seed: u64, classes: &[i64], batch_size: usize) -> Sampler {
+        let mut members: BTreeMap<i64, Vec<u32>> = BTreeMap::new();
+        for (sample, class) in numbers(classes.len()).zip(classes) {
+            members.entry(*class).or_default().push(sample);
+        }
+        let classes: Arc<[Vec<u32>]> = members.into_values().collect();
+        let order = balanced(seed, 0, &classes);
+        Sampler { seed, batch_size: batch_size.max(1), epoch: 0, order, classes: Some(classes) }
     }
 
     /// Goes to an epoch.
     pub fn set_epoch(&mut self, epoch: usize) {
         if epoch != self.epoch {
             self.epoch = epoch;
-            self.order = permutation(self.seed, epoch, self.order.len());
+            self.order = match &self.classes {
+                Some(classes) => balanced(self.seed, epoch, classes),
+                None => permutation(self.seed, epoch, self.order.len()),
+            };
         }
     }
 
@@ -109,12 +145,42 @@ pub(crate) fn shard_sizes(len: usize, batch_size: usize, world_size: usize) -> V
 /// # Panics
 /// If `len` does not fit 32 bits.
 fn permutation(seed: u64, epoch: usize, len: usize) -> Vec<u32> {
+    let mut order: Vec<u32> = numbers(len).collect();
+    order.shuffle(&mut random(seed, epoch));
+    order
+}
+
+/// As many samples as all classes have, evenly from each class and evenly from each class's members, in an order that depends on seed and
+/// epoch only.
+fn balanced(seed: u64, epoch: usize, classes: &[Vec<u32>]) -> Vec<u32> {
+    let random = &mut random(seed, epoch);
+    let len: usize = classes.iter().map(Vec::len).sum();
+    let mut order = Vec::with_capacity(len);
+    // Which classes have one more than the others is another choice in each epoch.
+    let mut turns: Vec<&Vec<u32>> = classes.iter().collect();
+    turns.shuffle(random);
+    for (turn, members) in turns.into_iter().enumerate() {
+        let wanted = shard(len, turn, classes.len()).len();
+        for _ in 0..wanted / members.len() {
+            order.extend(members);
+        }
+        let mut rest = members.clone();
+        let (chosen, _) = rest.partial_shuffle(random, wanted % members.len());
+        order.extend_from_slice(chosen);
+    }
+    order.shuffle(random);
+    order
+}
+
+fn random(seed: u64, epoch: usize) -> ChaCha8Rng {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     random.set_stream((epoch as u64).wrapping_add(1));
-    let len = u32::try_from(len).unwrap_or_else(|_| panic!("{len} samples are more than 32 bits can number"));
-    let mut order: Vec<u32> = (0..len).collect();
-    order.shuffle(&mut random);
-    order
+    random
+}
+
+/// The numbers of `len` samples.
+fn numbers(len: usize) -> Range<u32> {
+    0..u32::try_from(len).unwrap_or_else(|_| panic!("{len} samples are more than 32 bits can number"))
 }
 
 #[cfg(test)]
@@ -162,6 +228,41 @@ mod tests {
             prop_assert_eq!(seen.len(), len - left_out, "none twice an epoch");
             prop_assert!(sampler.batch(sampler.batches(), 0, 1).samples.is_empty());
         }
+    }
+
+    proptest! {
+        #[test]
+        fn a_balanced_epoch_has_as_many_of_each_class(
+            classes in proptest::collection::vec(-1i64..5, 0..200), batch_size in 1usize..40, epoch in 0usize..3
+        ) {
+            let mut sampler = Sampler::balanced(3, &classes, batch_size);
+            sampler.set_epoch(epoch);
+            prop_assert_eq!(sampler.order.len(), classes.len());
+            let mut counts = vec![0_usize; classes.len()];
+            sampler.order.iter().for_each(|&sample| counts[sample as usize] += 1);
+            let differ = |counts: &[usize]| counts.iter().max().unwrap_or(&0) - counts.iter().min().unwrap_or(&0);
+            let mut of_classes = Vec::new();
+            for class in -1..5 {
+                let own: Vec<usize> =
+                    counts.iter().zip(&classes).filter(|(_, own)| **own == class).map(|(count, _)| *count).collect();
+                prop_assert!(differ(&own) <= 1, "samples of one class occur evenly");
+                of_classes.extend((!own.is_empty()).then(|| own.iter().sum::<usize>()));
+            }
+            prop_assert!(differ(&of_classes) <= 1);
+        }
+    }
+
+    #[test]
+    fn balanced_epochs_differ_and_repeat() {
+        let classes: Vec<i64> = (0..100).map(|sample| i64::from(sample % 10 == 0)).collect();
+        let order = |seed: u64, epoch: usize| {
+            let mut sampler = Sampler::balanced(seed, &classes, 8);
+            sampler.set_epoch(epoch);
+            sampler.order
+        };
+        assert_eq!(order(1, 1), order(1, 1));
+        assert_ne!(order(1, 1), order(1, 0));
+        assert_ne!(order(1, 1), order(2, 1));
     }
 
     #[test]

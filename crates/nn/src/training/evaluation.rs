@@ -8,7 +8,7 @@ use convoke_autograd::{DType, Device, Tensor, inference_mode};
 use convoke_distributed::Communicator;
 use serde::{Deserialize, Serialize};
 
-use super::ranked::{HardImage, Ranked};
+use super::ranked::{JudgedImage, Ranked};
 use super::{AHEAD, Result, Trainer, default_workers, loader};
 use crate::data::{Dataset, DatasetInfo, Loader, Request};
 use crate::data_parallel::shard;
@@ -40,7 +40,9 @@ pub struct Evaluation {
     /// Where numbers of each image are predicted: their errors.
     pub errors: Option<ValueErrors>,
     /// For images with a class each: some of those with the highest loss, the highest first.
-    pub hardest: Vec<HardImage>,
+    pub hardest: Vec<JudgedImage>,
+    /// For images with a class each: some of those with the lowest loss, the lowest first.
+    pub easiest: Vec<JudgedImage>,
 }
 
 /// The results on the test set after an epoch.
@@ -59,6 +61,9 @@ pub struct Validation {
     pub top5_accuracy: Option<f64>,
     /// See [`Evaluation::mean_iou`].
     pub mean_iou: Option<f64>,
+    /// For labels: see [`LabelCounts::mean_f1`].
+    #[serde(default)]
+    pub mean_f1: Option<f64>,
 }
 
 /// Is called with (done, total) images, and may stop an evaluation.
@@ -126,10 +131,10 @@ impl Trainer {
     /// As [`Trainer::evaluate`].
     pub fn validate(&mut self, progress: &mut EvaluationProgress<'_>) -> Result<Option<Evaluation>> {
         let found = self.evaluate(progress)?;
-        if let Some(Evaluation { loss, accuracy, top5_accuracy, mean_iou, .. }) = found {
-            let epoch = self.epoch;
+        if let Some(Evaluation { loss, accuracy, top5_accuracy, mean_iou, ref labels, .. }) = found {
+            let (epoch, mean_f1) = (self.epoch, labels.as_ref().and_then(LabelCounts::mean_f1));
             self.validations.retain(|known| known.epoch != epoch);
-            self.validations.push(Validation { epoch, loss, accuracy, top5_accuracy, mean_iou });
+            self.validations.push(Validation { epoch, loss, accuracy, top5_accuracy, mean_iou, mean_f1 });
         }
         Ok(found)
     }
@@ -356,6 +361,8 @@ impl Sums {
 
     fn evaluation(self, objective: &Objective, info: &DatasetInfo) -> Evaluation {
         let Sums { loss, metrics, confusion, ranked, labels, errors } = self;
+        let top5_accuracy = ranked.top5_accuracy(info.classes);
+        let [hardest, easiest] = ranked.into_images();
         let names = objective.metrics().into_iter().map(str::to_owned);
         let mut metrics: Vec<(String, f64)> =
             names.zip(metrics.chunks_exact(2).map(|of| of[0] / of[1])).collect();
@@ -365,7 +372,7 @@ impl Sums {
                 true => Some(metrics.remove(0).1),
                 false => confusion.accuracy().filter(|_| info.targets.are_classes()),
             },
-            top5_accuracy: ranked.top5_accuracy(info.classes),
+            top5_accuracy,
             mean_iou: confusion
                 .mean_iou()
                 .filter(|_| info.targets.are_classes() && info.targets.are_of_pixels()),
@@ -373,7 +380,8 @@ impl Sums {
             confusion: info.targets.are_classes().then_some(confusion),
             labels: (!labels.is_empty()).then_some(labels),
             errors: (!errors.is_empty()).then_some(errors),
-            hardest: ranked.into_hardest(),
+            hardest,
+            easiest,
         }
     }
 }

@@ -1,4 +1,7 @@
-//! What evaluation notes of single images that have a class each: which are among the most likely five, and which have the highest loss.
+//! What evaluation notes of single images that have a class each: which are among the most likely five, and which have the highest and
+//! the lowest loss.
+
+use std::cmp::Ordering;
 
 use convoke_autograd::Tensor;
 use convoke_distributed::Communicator;
@@ -7,17 +10,18 @@ use convoke_kernels::{Stored, dispatch_stored};
 use super::Result;
 use crate::metrics::{is_likelier, likeliest};
 
-/// How many of the images with the highest loss are noted.
+/// How many of the images with the highest loss are noted, and of those with the lowest.
 const HARDEST: usize = 24;
+const EASIEST: usize = 12;
 /// How many numbers stand for one of them between ranks.
-const NUMBERS: usize = 4;
+const NUMBERS: usize = 5;
 /// Top-5 accuracy asks whether the label is among the 5 likeliest classes.
 const TOP: usize = 5;
 
-/// An image with a high loss.
+/// What the model found in an image.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
-pub struct HardImage {
+pub struct JudgedImage {
     /// The index of the image in the data set.
     pub index: usize,
     /// The negative logarithm of the probability that the model gives its class.
@@ -26,6 +30,8 @@ pub struct HardImage {
     pub label: usize,
     /// The class that the model finds most likely.
     pub predicted: usize,
+    /// The probability that it gives that class.
+    pub probability: f64,
 }
 
 /// Sums and maxima over images.
@@ -33,7 +39,8 @@ pub struct HardImage {
 pub(super) struct Ranked {
     /// Images whose class is among the most likely five, and all images.
     pub(super) top: [u64; 2],
-    hardest: Vec<HardImage>,
+    hardest: Vec<JudgedImage>,
+    easiest: Vec<JudgedImage>,
 }
 
 impl Ranked {
@@ -60,19 +67,16 @@ impl Ranked {
         self.top[0] += u64::from(rank < TOP);
         self.top[1] += 1;
         let predicted = likeliest(row.len(), value);
-        self.note(HardImage { index, loss: -own, label, predicted });
+        let probability = value(predicted).exp();
+        self.note(JudgedImage { index, loss: -own, label, predicted, probability });
     }
 
-    /// Keeps an image if its loss is among the highest; a loss that is NaN is higher than any.
-    fn note(&mut self, image: HardImage) {
-        let harder = |a: &HardImage, b: &HardImage| b.loss.total_cmp(&a.loss).then(a.index.cmp(&b.index));
+    /// Keeps an image if its loss is among the highest or the lowest; a loss that is NaN is higher than any.
+    fn note(&mut self, image: JudgedImage) {
         let loss = if image.loss.is_nan() { f64::NAN.abs() } else { image.loss };
-        let image = HardImage { loss, ..image };
-        let place = self.hardest.partition_point(|known| harder(known, &image).is_lt());
-        if place < HARDEST {
-            self.hardest.insert(place, image);
-            self.hardest.truncate(HARDEST);
-        }
+        let image = JudgedImage { loss, ..image };
+        keep(&mut self.hardest, HARDEST, image, |one, other| other.loss.total_cmp(&one.loss));
+        keep(&mut self.easiest, EASIEST, image, |one, other| one.loss.total_cmp(&other.loss));
     }
 
     /// Joins what the ranks have noted.
@@ -81,19 +85,17 @@ impl Ranked {
             return Ok(self);
         }
         ranks.all_reduce("images among the most likely classes", &mut self.top)?;
-        let own: Vec<f64> = self
-            .hardest
-            .drain(..)
-            .flat_map(|image| [image.index as f64, image.loss, image.label as f64, image.predicted as f64])
-            .collect();
-        for image in ranks
-            .all_gather("images with the highest loss", &own)?
-            .iter()
-            .flat_map(|all| all.chunks_exact(NUMBERS))
-        {
-            let [index, loss, label, predicted] = [image[0], image[1], image[2], image[3]];
+        let numbers = |image: JudgedImage| -> [f64; NUMBERS] {
+            let [index, label, predicted] =
+                [image.index, image.label, image.predicted].map(|number| number as f64);
+            [index, image.loss, label, predicted, image.probability]
+        };
+        let own = self.hardest.drain(..).chain(self.easiest.drain(..));
+        let own: Vec<f64> = own.flat_map(numbers).collect();
+        let all = ranks.all_gather("images with the highest and the lowest loss", &own)?;
+        for &[index, loss, label, predicted, probability] in all.iter().flat_map(|own| own.as_chunks().0) {
             let [index, label, predicted] = [index, label, predicted].map(|number| number as usize);
-            self.note(HardImage { index, loss, label, predicted });
+            self.note(JudgedImage { index, loss, label, predicted, probability });
         }
         Ok(self)
     }
@@ -104,8 +106,25 @@ impl Ranked {
         (classes > TOP && all > 0).then(|| found as f64 / all as f64)
     }
 
-    pub(super) fn into_hardest(self) -> Vec<HardImage> {
-        self.hardest
+    /// The images with the highest loss, the highest first, and those with the lowest, the lowest first.
+    pub(super) fn into_images(self) -> [Vec<JudgedImage>; 2] {
+        [self.hardest, self.easiest]
+    }
+}
+
+/// Keeps an image if it is among the first `most` in this order, and not known; of equal ones the first in the data set.
+fn keep(
+    known: &mut Vec<JudgedImage>,
+    most: usize,
+    image: JudgedImage,
+    order: impl Fn(&JudgedImage, &JudgedImage) -> Ordering,
+) {
+    let order = |one: &JudgedImage| order(one, &image).then(one.index.cmp(&image.index));
+    let place = known.partition_point(|one| order(one).is_lt());
+    let is_new = known.get(place).is_none_or(|one| one.index != image.index);
+    if place < most && is_new {
+        known.insert(place, image);
+        known.truncate(most);
     }
 }
 
@@ -129,12 +148,13 @@ mod tests {
         ranked.add(&x, &[0, 5, 1, 5], &[10, 11, 12, 13]).unwrap();
         assert_eq!(ranked.top, [2, 4]);
         assert_eq!((ranked.top5_accuracy(7), ranked.top5_accuracy(5)), (Some(0.5), None));
-        let hardest = ranked.into_hardest();
-        let of = |image: &HardImage| (image.index, image.loss, image.label, image.predicted);
-        assert_eq!(
-            hardest.iter().map(of).collect::<Vec<_>>(),
-            [(13, 6.5, 5, 6), (12, 5.5, 1, 3), (11, 4.5, 5, 1), (10, 0.5, 0, 0)]
-        );
+        let [hardest, easiest] = ranked.into_images();
+        let of = |image: &JudgedImage| (image.index, image.loss, image.label, image.predicted);
+        let mut found: Vec<_> = hardest.iter().map(of).collect();
+        assert_eq!(found, [(13, 6.5, 5, 6), (12, 5.5, 1, 3), (11, 4.5, 5, 1), (10, 0.5, 0, 0)]);
+        found.reverse();
+        assert_eq!(easiest.iter().map(of).collect::<Vec<_>>(), found);
+        assert!(easiest.iter().all(|image| image.probability == (-0.5_f64).exp()));
     }
 
     #[test]
@@ -146,7 +166,11 @@ mod tests {
             let x = Tensor::from_slice(&device, &[1, 2], &[loss, -1e9_f32]).unwrap();
             ranked.add(&x, &[0], &[index]).unwrap();
         }
-        let indices: Vec<usize> = ranked.into_hardest().iter().map(|image| image.index).collect();
-        assert_eq!((indices.len(), &indices[..3]), (HARDEST, &[50, 99, 98][..]));
+        // Two ranks may note the same image.
+        ranked.note(ranked.hardest[0]);
+        let [hardest, easiest] =
+            ranked.into_images().map(|images| images.iter().map(|image| image.index).collect::<Vec<_>>());
+        assert_eq!((hardest.len(), &hardest[..3]), (HARDEST, &[50, 99, 98][..]));
+        assert_eq!((easiest.len(), &easiest[..3]), (EASIEST, &[0, 1, 2][..]));
     }
 }

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::{ModelCard, Result, Trainer, TrainingConfig, Validation};
 use crate::checkpoint::{self, CheckpointError, Value, damaged};
 use crate::data::{Augmentation, DatasetInfo, Datasets, Mixing};
+use crate::data_parallel::Sampling;
 use crate::objective::ObjectiveRecord;
 use crate::optimizer::RuleSettings;
 use crate::{GeneratorState, Module, ParameterRules, Precision, Schedule, difference};
@@ -42,6 +43,9 @@ struct Settings {
     ema: Option<f64>,
     batch_size: usize,
     seed: u64,
+    /// Absent from older checkpoints.
+    #[serde(default)]
+    sampling: Sampling,
     augmentation: Augmentation,
     /// Absent from older checkpoints.
     #[serde(default)]
@@ -181,6 +185,7 @@ impl Trainer {
             ema: self.config.ema,
             batch_size: self.config.batch_size,
             seed: self.config.seed,
+            sampling: self.config.sampling,
             augmentation: self.config.augmentation,
             mixing: self.config.mixing,
             variation: self.data.train.variation(),

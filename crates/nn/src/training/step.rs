@@ -61,6 +61,9 @@ impl Trainer {
         self.device.reset_peak();
         let recording = std::mem::take(&mut self.record).then(|| self.device.start_timeline());
         self.model.train();
+        if !self.is_frozen_at(self.steps()) {
+            self.thawed_later.drain(..).for_each(|parameter| parameter.set_trained(true));
+        }
         self.optimizer.set_learning_rate(self.learning_rate());
         let ranks = self.parallel.communicator();
         let shard = self.sampler.batch(self.batch, ranks.rank(), ranks.world_size());
@@ -188,6 +191,11 @@ impl Trainer {
         let steps_per_epoch = self.batches_per_epoch();
         let point = SchedulePoint { step, steps_per_epoch, warmup_steps: self.config.warmup_steps };
         self.config.rule.learning_rate() * self.config.schedule.factor(&point)
+    }
+
+    /// Whether a step, from 0, trains the last layer alone: see [`crate::ParameterRules::frozen_steps`].
+    pub fn is_frozen_at(&self, step: u64) -> bool {
+        step < self.config.parameters.frozen_steps
     }
 
     /// Clips the gradients, if the run does; all ranks have the same ones.

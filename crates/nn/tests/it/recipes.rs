@@ -65,6 +65,11 @@ fn rules(freeze: &[&str]) -> ParameterRules {
     }
 }
 
+/// The last layer alone is trained in the first steps.
+fn head_first(frozen_steps: u64) -> ParameterRules {
+    ParameterRules { frozen_steps, ..ParameterRules::default() }
+}
+
 /// One run with each of the settings, and one with all of them.
 fn configs() -> Vec<(&'static str, TrainingConfig)> {
     let (cosine, one_cycle) =
@@ -74,6 +79,7 @@ fn configs() -> Vec<(&'static str, TrainingConfig)> {
         decay: Decay::Weights,
         head_lr: Some(0.05),
         freeze_bn: true,
+        frozen_steps: 3,
         ..rules(&["block1.conv", "*1.bias"])
     };
     vec![
@@ -84,6 +90,7 @@ fn configs() -> Vec<(&'static str, TrainingConfig)> {
         ("clip", TrainingConfig { clip_norm: Some(0.5), ..plain() }),
         ("ema", TrainingConfig { ema: Some(0.6), ..plain() }),
         ("groups", TrainingConfig { parameters: grouped.clone(), ..plain() }),
+        ("frozen first", TrainingConfig { parameters: head_first(6), ..plain() }),
         ("mixup", TrainingConfig { mixing: Mixing { mixup: 1.0, cutmix: 0.0 }, ..plain() }),
         (
             "all",
@@ -141,6 +148,7 @@ fn other_settings_are_refused_by_name() {
             "clip" => &["clip_norm: the checkpoint has 0.5, this run needs null"],
             "ema" => &["ema: the checkpoint has 0.6, this run needs null"],
             "mixup" => &["mixing.mixup: the checkpoint has 1, this run needs 0"],
+            "frozen first" => &["parameters.frozen_steps: the checkpoint has 6, this run needs 0"],
             "groups" => &["parameters.decay: the checkpoint has weights, this run needs all"],
             _ => &["clip_norm"],
         };
@@ -196,7 +204,9 @@ fn an_older_checkpoint_resumes() {
 
 #[test]
 fn ranks_train_the_same_model() {
-    for (name, config) in configs().into_iter().filter(|(name, _)| ["adam", "mixup", "all"].contains(name)) {
+    for (name, config) in
+        configs().into_iter().filter(|(name, _)| ["adam", "frozen first", "mixup", "all"].contains(name))
+    {
         let config = TrainingConfig { sync_bn: true, ..config };
         let mut alone = start(config.clone());
         run(&mut alone, 6);
@@ -278,6 +288,38 @@ fn what_is_frozen_stays_as_it_is() {
     }
 }
 
+#[test]
+fn only_the_last_layer_is_trained_in_the_frozen_steps() {
+    for (parameters, never) in [
+        (head_first(2), None),
+        (ParameterRules { frozen_steps: 2, ..rules(&["block1.conv"]) }, Some("block1.conv.weight")),
+    ] {
+        let rule = Rule::adam(0.01).with_weight_decay(0.1);
+        let config = TrainingConfig { rule, ema: Some(0.3), parameters, ..plain() };
+        let predicted = predict_memory(&device(), config.clone(), digits(24, 10)).unwrap();
+        let mut trainer = start(config);
+        for step in 0..5 {
+            assert_eq!(trainer.is_frozen_at(step), step < 2);
+            let before = snapshot(trainer.model());
+            let report = trainer.step().unwrap();
+            for ((name, before), (_, after)) in before.iter().zip(&snapshot(trainer.model())) {
+                let is_parameter = name.ends_with("weight") || name.ends_with("bias");
+                let moves = match is_parameter {
+                    true => name.starts_with("linear2") || step >= 2 && Some(name.as_str()) != never,
+                    false => name.contains("running"),
+                };
+                assert_eq!(before != after, moves || name.contains("num_batches"), "{name} in step {step}");
+            }
+            // The prediction is of whole batches and of the steps that train everything, but for the first of them: the average shares
+            // what has not changed.
+            match step {
+                0..=3 => assert!(report.bytes_end_of_forward < predicted.bytes_end_of_forward),
+                _ => assert_eq!(report.bytes_end_of_forward, predicted.bytes_end_of_forward),
+            }
+        }
+    }
+}
+
 /// Frozen parameters have no state in the optimizer, and backward computes nothing for them.
 #[test]
 fn frozen_parameters_take_no_memory() {
@@ -322,6 +364,14 @@ fn patterns_that_freeze_nothing_or_everything_are_refused() {
                 ..plain()
             },
             &["head_lr", "linear2", "frozen"],
+        ),
+        (
+            "frozen head in the steps that are its own",
+            TrainingConfig {
+                parameters: ParameterRules { frozen_steps: 1, ..rules(&["linear2"]) },
+                ..plain()
+            },
+            &["frozen_steps", "linear2", "frozen"],
         ),
         ("clip", TrainingConfig { clip_norm: Some(0.0), ..plain() }, &["clip_norm 0"]),
         ("clip NaN", TrainingConfig { clip_norm: Some(f64::NAN), ..plain() }, &["clip_norm NaN"]),

@@ -53,7 +53,31 @@ fn summary(results: &[PassResult], pass: Pass) -> String {
 /// A chart for each pass of a problem.
 fn section(results: &[PassResult], problem: &ConvProblem) -> String {
     let charts = results.iter().filter(|result| result.problem == *problem).map(chart);
-    format!("<h2>{problem}</h2>\n{}", charts.collect::<String>())
+    format!("<h2>{}</h2>\n<p><code>{problem}</code></p>\n{}", words(problem), charts.collect::<String>())
+}
+
+/// A problem in words: `3 x 3, 16 to 32 channels, 32 x 32, batch 4`. Padding is left to the notation.
+fn words(problem: &ConvProblem) -> String {
+    let (height, width) = (problem.height, problem.width);
+    let pair = |[one, other]: [usize; 2]| format!("{one} x {other}");
+    let either = |[one, other]: [usize; 2]| if one == other { one.to_string() } else { pair([one, other]) };
+    let mut parts = vec![
+        pair([height.kernel, width.kernel]),
+        format!("{} to {} channels", problem.in_channels, problem.out_channels),
+    ];
+    match problem.groups {
+        1 => {}
+        groups if groups == problem.in_channels => parts.push("depthwise".into()),
+        groups => parts.push(format!("{groups} groups")),
+    }
+    parts.push(pair([height.input, width.input]));
+    for (name, values) in
+        [("stride", [height.stride, width.stride]), ("dilation", [height.dilation, width.dilation])]
+    {
+        parts.extend((values != [1, 1]).then(|| format!("{name} {}", either(values))));
+    }
+    parts.push(format!("batch {}", problem.batch));
+    parts.join(", ")
 }
 
 fn chart(result: &PassResult) -> String {
@@ -88,5 +112,23 @@ fn name(pass: Pass) -> &'static str {
         Pass::Forward => "Forward",
         Pass::BackwardData => "Backward-data",
         Pass::BackwardWeights => "Backward-weights",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn problems_in_words() {
+        for (problem, expected) in [
+            ("mb4ic16ih32oc16kh3ph1", "3 x 3, 16 to 16 channels, 32 x 32, batch 4"),
+            (
+                "mb1g8ic8ih14iw10oc8oh7ow10kh3kw1sh2sw1ph1pw0",
+                "3 x 1, 8 to 8 channels, depthwise, 14 x 10, stride 2 x 1, batch 1",
+            ),
+            ("mb2g2ic8ih16oc4oh8kh3sh2ph1", "3 x 3, 8 to 4 channels, 2 groups, 16 x 16, stride 2, batch 2"),
+            ("mb2ic8ih16oc4oh16kh3ph2dh1", "3 x 3, 8 to 4 channels, 16 x 16, dilation 2, batch 2"),
+        ] {
+            assert_eq!(super::words(&problem.parse().unwrap()), expected);
+        }
     }
 }

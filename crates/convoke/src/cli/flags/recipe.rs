@@ -1,6 +1,7 @@
 //! How a run trains besides its optimizer: schedule, parameter groups, clipping, averaging of weights, class weights.
 
 use crate::nn::data::Listed;
+use crate::nn::data_parallel::Sampling;
 use crate::nn::{Decay, OptimizerSpec, ParameterRules, Schedule};
 use clap::{Args, ValueEnum, value_parser};
 
@@ -43,9 +44,19 @@ pub(crate) struct RecipeArgs {
     #[arg(long, value_name = "PATTERN", help_heading = "Training")]
     pub(crate) freeze: Vec<String>,
 
+    /// Train the last layer alone in the first epochs [default: 1 with --weights for photographs, else 0]. A new last layer settles
+    /// then, before its gradients change what the weights know; such epochs are short, too.
+    #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(0..=1_000_000), help_heading = "Training")]
+    pub(crate) frozen_epochs: Option<u32>,
+
     /// Keep batch norms as they are: they use their running statistics in training too, and their weights are not trained.
     #[arg(long, help_heading = "Training")]
     pub(crate) freeze_bn: bool,
+
+    /// Which training images an epoch has: `shuffled` has each once; `balanced` has as many of each class, so that rare ones come several
+    /// times.
+    #[arg(long, value_enum, default_value_t = SamplerName::Shuffled, help_heading = "Training")]
+    pub(crate) sampler: SamplerName,
 
     /// Scale the gradients of a step down to this norm, taken over all of them, if it is larger.
     #[arg(long, value_name = "X", value_parser = positive, help_heading = "Training")]
@@ -121,6 +132,8 @@ impl RecipeArgs {
             head_lr: self.head_lr,
             freeze: self.freeze.clone(),
             freeze_bn: self.freeze_bn,
+            // Known once the data is there.
+            frozen_steps: 0,
         }
     }
 
@@ -160,7 +173,9 @@ impl RecipeArgs {
             nesterov,
             decay,
             freeze,
+            frozen_epochs,
             freeze_bn,
+            sampler,
             clip_norm,
             ema,
             mixup,
@@ -176,7 +191,9 @@ impl RecipeArgs {
             ("--nesterov", nesterov.to_string()),
             ("--decay", given(&decay.map(name))),
             ("--freeze", format!("{freeze:?}")),
+            ("--frozen-epochs", given(frozen_epochs)),
             ("--freeze-bn", freeze_bn.to_string()),
+            ("--sampler", name(*sampler)),
             ("--clip-norm", given(clip_norm)),
             ("--ema", given(ema)),
             ("--mixup", mixup.to_string()),
@@ -196,6 +213,23 @@ pub(crate) enum ScheduleName {
     Cosine,
     /// Up to --lr from a 25th of it in the first 30 % of the steps, then down to nearly 0, both along half a cosine.
     OneCycle,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SamplerName {
+    /// Each image once.
+    Shuffled,
+    /// As many of each class.
+    Balanced,
+}
+
+impl From<SamplerName> for Sampling {
+    fn from(name: SamplerName) -> Sampling {
+        match name {
+            SamplerName::Shuffled => Sampling::Shuffled,
+            SamplerName::Balanced => Sampling::Balanced,
+        }
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]

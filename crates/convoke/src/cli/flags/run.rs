@@ -208,6 +208,11 @@ impl RunArgs {
             (None, None) => usual_epochs,
         };
         let length = Length { epochs, steps: self.steps };
+        let frozen_epochs = match (self.recipe.frozen_epochs, &self.weights) {
+            (Some(epochs), _) => epochs,
+            (None, Some(_)) if has_photos => 1,
+            (None, _) => 0,
+        };
         let (model, weights) = self.model()?;
         let rule = self.rule(length);
         let is_from_imagenet = self.names_imagenet();
@@ -228,6 +233,7 @@ impl RunArgs {
             weights,
             batch,
             length,
+            frozen_epochs: frozen_epochs.into(),
             rule,
             precision: self.precision,
             recipe: self.recipe,
