@@ -208,9 +208,7 @@ pub(crate) fn definition() -> clap::Command {
     let command = Args::command()
         .mut_subcommand("train", short)
         .mut_subcommand("compare", short)
-        .mut_subcommand("search", |command| {
-            short(command).mut_arg("trials", |arg| arg.hide_short_help(false))
-        });
+        .mut_subcommand("search", |command| of_search(short(command)));
     let (header, literal) = (*command.get_styles().get_header(), *command.get_styles().get_literal());
     let line = |name: &&str| {
         let about = command.find_subcommand(name).and_then(clap::Command::get_about);
@@ -224,6 +222,18 @@ pub(crate) fn definition() -> clap::Command {
         lists.join("\n")
     );
     command.help_template(template)
+}
+
+/// The flags that `search` shares with `train`, as it takes them.
+fn of_search(command: clap::Command) -> clap::Command {
+    let resume = |arg: clap::Arg| {
+        let help = "Go on with the search in this folder";
+        arg.value_name("DIR")
+            .help(help)
+            .long_help(format!("{help}. It knows its flags; --time-limit and --json may be given again"))
+    };
+    let command = command.mut_arg("trials", |arg| arg.hide_short_help(false)).mut_arg("resume", resume);
+    search::UNUSED.iter().fold(command, |command, (id, _)| command.mut_arg(*id, |arg| arg.hide(true)))
 }
 
 impl Command {

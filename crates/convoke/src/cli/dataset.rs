@@ -114,7 +114,12 @@ fn photo_settings(run: &Run, spec: &DatasetSpec, processes: usize) -> PhotoSetti
 
 /// Fails if flags about photographs are given for other data.
 fn check_photo_flags(run: &Run) -> Result<()> {
+    let takes_masks =
+        run.source.spec.is_some_and(|spec| spec.usual().is_some_and(|info| info.targets.are_of_pixels()));
     match run.source.spec.is_some_and(DatasetSpec::takes_photos) {
+        true if run.source.photos.mask_colours.is_some() && !takes_masks => {
+            Err(Failure::Usage("--mask-colours is for photographs with masks, and there are none".into()))
+        }
         true => Ok(()),
         false => run.source.photos.check_absent(run.source.augment, run.source.choice),
     }

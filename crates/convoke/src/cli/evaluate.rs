@@ -52,6 +52,10 @@ pub(crate) struct EvaluateArgs {
     #[arg(long)]
     skip_broken: bool,
 
+    /// The file that tells which class a colour of a mask is, as in `train`.
+    #[arg(long, alias = "mask-colors", value_name = "FILE")]
+    mask_colours: Option<PathBuf>,
+
     #[command(flatten)]
     using: UsingArgs,
 
@@ -303,6 +307,7 @@ impl Loading<'_> {
             augmentation: None,
             follow_links: self.args.using.follow_links,
             skip_broken: self.args.skip_broken,
+            colours: self.args.mask_colours.clone(),
             // Each image is seen once.
             cache_bytes: 0,
         }

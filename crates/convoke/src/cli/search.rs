@@ -33,6 +33,14 @@ use trial::{Ended, Process};
 /// Of the trials that have been trained for equally many epochs, one in so many goes on.
 const KEPT_OF: usize = 3;
 
+/// Flags of runs that a search does not take, and why.
+pub(crate) const UNUSED: [(&str, &str); 4] = [
+    ("steps", "trials are compared after whole epochs: --epochs says how many the last one has"),
+    ("checkpoint", "each trial has a folder of its own"),
+    ("report", "each trial has a page of its own"),
+    ("mpi", "a search runs on one machine: --ranks N has ranks there"),
+];
+
 #[derive(Args)]
 pub(crate) struct SearchArgs {
     #[command(flatten)]
@@ -94,18 +102,9 @@ struct Search {
 /// A new search. The data is looked at, so that what is wrong with it or with a flag ends the search before its first trial.
 fn begin(args: SearchArgs, console: &Console) -> Result<Search> {
     let SearchArgs { run, trials, time_limit: _, output, settings } = args;
-    let unused = [
-        (
-            "--steps",
-            run.steps.is_some(),
-            "trials are compared after whole epochs: --epochs says how many the last one has",
-        ),
-        ("--checkpoint", run.checkpoint.is_some(), "each trial has a folder of its own"),
-        ("--report", run.report.is_some(), "each trial has a page of its own"),
-        ("--mpi", run.ranks.mpi, "a search runs on one machine: --ranks N has ranks there"),
-    ];
-    if let Some((flag, _, reason)) = unused.iter().find(|(_, given, _)| *given) {
-        return Err(Failure::Usage(format!("{flag}: {reason}")));
+    let given = [run.steps.is_some(), run.checkpoint.is_some(), run.report.is_some(), run.ranks.mpi];
+    if let Some(((flag, reason), _)) = UNUSED.iter().zip(given).find(|(_, given)| *given) {
+        return Err(Failure::Usage(format!("--{flag}: {reason}")));
     }
     let run = run.resolve()?;
     if run.source.spec.is_none() {

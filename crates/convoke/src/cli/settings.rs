@@ -39,7 +39,8 @@ pub(crate) const OWN: [&str; 13] = [
     "help",
 ];
 /// Flags whose values are files or folders, which a run may be resumed far from.
-pub(crate) const PATHS: [&str; 5] = ["data-dir", "memory-plan", "tuning-cache", "checkpoint", "tensorboard"];
+pub(crate) const PATHS: [&str; 6] =
+    ["data-dir", "mask-colours", "memory-plan", "tuning-cache", "checkpoint", "tensorboard"];
 
 /// The flags that a run was given, by name.
 #[derive(Clone, Debug, Default, PartialEq)]

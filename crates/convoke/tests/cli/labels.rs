@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
 
-use super::program::{convoke, losses, photographs, text};
+use super::program::{convoke, losses, photographs, text, write_png};
 
 /// Photographs that are bright above or below, and a table of them. `cells` gives a row's cells for sky (bright above) or not, and its
 /// number.
@@ -133,4 +133,47 @@ fn numbers_are_learnt_in_their_own_unit_and_resumed() {
 fn evaluate_part(model: &Path, photos: &Path) -> serde_json::Value {
     let flags = ["evaluate", text(model), text(photos), "--data", "labels", "--split", "val", "--json", "-"];
     convoke(&flags).exits(0).json()
+}
+
+/// Sky above ground, in masks of colours.
+fn coloured_scenes(folder: &Path) {
+    for index in 0..6 {
+        let size @ [height, width] = [64, 96];
+        let horizon = 20 + 4 * index;
+        let pixels = |colours: [[u8; 3]; 2]| -> Vec<u8> {
+            (0..height * width).flat_map(|place| colours[usize::from(place / width > horizon)]).collect()
+        };
+        for (kind, colours) in
+            [("images", [[90, 140, 250], [70, 60, 50]]), ("masks", [[70, 130, 180], [128, 64, 128]])]
+        {
+            let file = folder.join(kind).join(format!("{index}.png"));
+            write_png(&file, size, png::ColorType::Rgb, &pixels(colours));
+        }
+    }
+}
+
+#[test]
+fn a_file_elsewhere_tells_the_colours_of_masks() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    coloured_scenes(&path("scenes"));
+    fs::write(path("palette.txt"), "128 64 128 ground\n70 130 180 sky\n").unwrap();
+    let colours = ["--mask-colours", text(&path("palette.txt"))].map(str::to_owned);
+    let colours = colours.each_ref().map(String::as_str);
+    let (scenes, run) = (path("scenes"), path("run"));
+    let flags = ["train", text(&scenes), "--epochs", "2", "--batch-size", "2", "--effort", "heuristic"];
+    convoke(&[&flags[..], &["--output", text(&run)], &colours].concat()).exits(0);
+    let settings = fs::read_to_string(run.join("run.toml")).unwrap();
+    assert!(settings.contains("mask-colours = ") && settings.contains("palette.txt"), "{settings}");
+    let evaluate = ["evaluate", text(&run), text(&scenes), "--split", "all", "--json", "-"];
+    let judged = convoke(&[&evaluate[..], &colours].concat()).exits(0).json();
+    let names: Vec<&str> =
+        judged["classes"].as_array().unwrap().iter().map(|class| class["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["ground", "sky"]);
+    convoke(&evaluate).check(1, &["colours.txt", "ground"]).unwrap();
+
+    let photos = path("photos");
+    photographs(&photos, 2);
+    let refused = [&["train", text(&photos), "--no-output"][..], &colours].concat();
+    convoke(&refused).check(2, &["--mask-colours", "masks"]).unwrap();
 }

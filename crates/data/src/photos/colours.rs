@@ -48,7 +48,7 @@ impl Coding {
         progress: &Progress<'_>,
     ) -> Result<(Coding, Option<Names>), DataError> {
         let Some(first) = masks.clone().next() else { return Ok((Coding::Numbers, None)) };
-        let colours = match Colours::read(dir)? {
+        let colours = match Colours::read(dir, options)? {
             Some(colours) => colours,
             // A number of classes is one of class numbers.
             None if options.classes.is_some() || !is_of_colours(dir, first) => {
@@ -63,10 +63,11 @@ impl Coding {
     /// The coding of a part for evaluation, whose classes have these names.
     pub(super) fn of_part(
         dir: &Path,
+        options: &MaskOptions,
         first: Option<&Path>,
         class_names: &[String],
     ) -> Result<Coding, DataError> {
-        let colours = match Colours::read(dir)? {
+        let colours = match Colours::read(dir, options)? {
             Some(colours) => colours,
             None if !first.is_some_and(|first| is_of_colours(dir, first)) => return Ok(Coding::Numbers),
             None => Colours::named(dir, class_names)?,
@@ -97,11 +98,10 @@ impl Coding {
 }
 
 impl Colours {
-    /// The colours that a file in the set's folder tells, if there is such a file.
-    fn read(dir: &Path) -> Result<Option<Colours>, DataError> {
-        let Some(file) = FILES.iter().map(|name| dir.join(name)).find(|file| file.is_file()) else {
-            return Ok(None);
-        };
+    /// The colours that a file tells: the one that the options name, or one in the set's folder, if there is such a file.
+    fn read(dir: &Path, options: &MaskOptions) -> Result<Option<Colours>, DataError> {
+        let in_folder = || FILES.iter().map(|name| dir.join(name)).find(|file| file.is_file());
+        let Some(file) = options.colours.clone().or_else(in_folder) else { return Ok(None) };
         let text = read_text(&file, MAX_BYTES).map_err(DataError::io(&file, "read"))?;
         let mut colours = Colours { origin: file.clone(), classes: Vec::new(), none: Vec::new() };
         let lines = text.trim_start_matches('\u{feff}').lines().zip(1..);

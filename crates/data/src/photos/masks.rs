@@ -75,6 +75,9 @@ pub struct MaskOptions {
     pub follow_links: bool,
     /// Whether images that cannot be decoded, or whose mask cannot, are left out. Each is decoded once for that.
     pub skip_broken: bool,
+    /// The file that tells the colours of classes; `None` looks for `colours.txt` in the folder.
+    #[serde(skip)]
+    pub colours: Option<PathBuf>,
     /// Bytes of memory that decoded images may stay in, so that later epochs need not decode them; 0 keeps none. Training and
     /// validation share them.
     pub cache_bytes: usize,
@@ -92,6 +95,7 @@ impl Default for MaskOptions {
             augmentation: PhotoAugmentation::for_masks(),
             follow_links: false,
             skip_broken: false,
+            colours: None,
             cache_bytes: 0,
         }
     }
@@ -221,7 +225,7 @@ pub fn masks_part(
     let below = part_folder(&lister, dir, name)?;
     let pairs = pairs(&mut lister, dir, &below)?;
     let unread = lister.finish()?;
-    let coding = Coding::of_part(dir, pairs.first().map(|pair| pair.mask.as_path()), class_names)?;
+    let coding = Coding::of_part(dir, options, pairs.first().map(|pair| pair.mask.as_path()), class_names)?;
     let (pairs, skipped) = checked(dir, options, (&coding, pairs), progress)?;
     let size = match options.size {
         Some(size) => size,

@@ -1,6 +1,6 @@
 //! Folders of photographs as data sets by name.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::super::{DataError, DatasetInfo, DatasetSpec, LoadOptions, Targets};
 use super::augmentation::PhotoAugmentation;
@@ -30,6 +30,8 @@ pub struct PhotoSettings {
     pub follow_links: bool,
     /// Whether images that cannot be decoded are left out.
     pub skip_broken: bool,
+    /// See [`MaskOptions::colours`].
+    pub colours: Option<PathBuf>,
     /// See [`FolderOptions::cache_bytes`].
     pub cache_bytes: usize,
 }
@@ -51,6 +53,7 @@ impl PhotoSettings {
         augmentation: None,
         follow_links: false,
         skip_broken: false,
+        colours: None,
         cache_bytes: 0,
     };
 
@@ -85,6 +88,7 @@ impl PhotoSettings {
             augmentation: self.augmentation.unwrap_or_else(PhotoAugmentation::for_masks),
             follow_links: self.follow_links,
             skip_broken: self.skip_broken,
+            colours: self.colours.clone(),
             cache_bytes: self.cache_bytes,
         }
     }

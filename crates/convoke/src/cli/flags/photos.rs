@@ -1,5 +1,7 @@
 //! How photographs of the user's are prepared and varied.
 
+use std::path::PathBuf;
+
 use clap::{Args, ValueEnum};
 
 use crate::cli::failure::{Failure, Result};
@@ -33,6 +35,11 @@ pub(crate) struct PhotoArgs {
     /// The probability that a rectangle of a training photograph is filled with the mean colour: 0.25 for a quarter of them.
     #[arg(long, value_name = "P", default_value_t = 0.0, value_parser = probability, help_heading = "Data")]
     pub(crate) erasing: f64,
+
+    /// The file that tells which class a colour of a mask is: lines of red, green, blue and a name [default: colours.txt in the folder
+    /// of the photographs; without it each colour is a class].
+    #[arg(long, alias = "mask-colors", value_name = "FILE", help_heading = "Data")]
+    pub(crate) mask_colours: Option<PathBuf>,
 
     /// Keep decoded photographs in memory, up to half of what is free, so that later epochs need not decode them. This changes
     /// only the speed.
@@ -69,6 +76,7 @@ impl PhotoArgs {
             augmentation: Some(self.augmentation(augment, usual.augmentation.unwrap_or_default())),
             follow_links: self.follow_links,
             skip_broken: self.skip_broken,
+            colours: self.mask_colours.clone(),
             cache_bytes: match self.cache_images {
                 true => system::free_memory().unwrap_or(0) / 2 / processes,
                 false => 0,
@@ -92,6 +100,7 @@ impl PhotoArgs {
             ("--erasing", self.erasing > 0.0),
             ("--cache-images", self.cache_images),
             ("--skip-broken", self.skip_broken),
+            ("--mask-colours", self.mask_colours.is_some()),
             ("--follow-links", self.follow_links),
             ("--augment standard", augment == Augment::Standard),
         ];
@@ -114,6 +123,7 @@ impl PhotoArgs {
             cache_images: _,
             skip_broken,
             follow_links,
+            mask_colours: _,
         } = self;
         vec![
             (

@@ -304,6 +304,21 @@ fn colours_are_classes_by_a_file_or_by_themselves() {
 }
 
 #[test]
+fn the_colours_file_that_options_name_counts() {
+    let folder = of_colours(&[
+        ("colours.txt", "70 130 180 sky\n128 64 128 road\n1 2 3 tree\n"),
+        ("other.txt", "1 2 3 wood\n70 130 180 air\n128 64 128 void\n"),
+    ]);
+    let options = MaskOptions { colours: Some(folder.path().join("other.txt")), ..MaskOptions::default() };
+    let parts = masks(folder.path(), &options, &silent).unwrap();
+    assert_eq!(parts.train.class_names(), ["wood", "air"]);
+    assert_eq!([left_and_right(&parts.train, 0), left_and_right(&parts.train, 1)], [[1, 255], [255, 0]]);
+    assert_eq!(left_and_right(&parts.train.part("test", &silent).unwrap(), 0), [255, 255]);
+    let missing = MaskOptions { colours: Some(folder.path().join("none.txt")), ..MaskOptions::default() };
+    assert!(refusal(masks(folder.path(), &missing, &silent)).contains("none.txt"));
+}
+
+#[test]
 fn colours_that_tell_no_class_are_refused() {
     for (text, expected) in [
         ("70 130 180 sky\n128 64 128\n", "line: expected red, green and blue from 0 to 255, and a name"),
