@@ -36,6 +36,9 @@ impl Failure {
             TrainingError::Config(ConfigError::Data(
                 error @ (DataError::Memory(_) | DataError::Threads { .. }),
             )) => Failure::Run(error.to_string()),
+            TrainingError::Config(error @ ConfigError::FrozenHead(_)) => Failure::Usage(format!(
+                "{error}: leave it out of --freeze, or give --frozen-epochs 0 and a --head-lr that is --lr"
+            )),
             TrainingError::Config(error) => Failure::Usage(error.to_string()),
             TrainingError::NotFinite { .. } => {
                 Failure::Run(format!("{error}; try a smaller --lr, or --continue-on-nan to go on regardless"))

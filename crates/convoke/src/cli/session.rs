@@ -94,6 +94,9 @@ impl Session {
         let balanced = || dataset::balanced_weights(rank.data.train.as_ref(), rank.console);
         let mut config = run.config(conv_bn, rank.data.train.as_ref(), balanced)?;
         if let Some(rate) = learning_rate {
+            // Unless a flag says it, the last layer's follows.
+            let change = if run.recipe.head_lr.is_some() { 1.0 } else { rate / config.rule.learning_rate() };
+            config.parameters.head_lr = config.parameters.head_lr.map(|head| change * head);
             config.rule = config.rule.with_learning_rate(rate);
         }
         let deadline = keep.and_then(|keep| Instant::now().checked_add(keep.time_limit?));

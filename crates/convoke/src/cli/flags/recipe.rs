@@ -8,6 +8,9 @@ use clap::{Args, ValueEnum, value_parser};
 use super::values::{given, name, not_negative, positive, share};
 use crate::cli::failure::{Failure, Result};
 
+/// How many times the learning rate of other layers a new last layer has on pretrained ones.
+const HEAD: f64 = 10.0;
+
 #[derive(Args)]
 pub(crate) struct RecipeArgs {
     /// How the learning rate changes [default: step with --lr-gamma or --lr-step, constant if only --steps says how long the run is,
@@ -27,7 +30,8 @@ pub(crate) struct RecipeArgs {
     #[arg(long, value_name = "STEPS", default_value_t = 0, help_heading = "Training")]
     pub(crate) warmup: u64,
 
-    /// Learning rate of the last layer [default: that of the others]; the schedule applies to both.
+    /// Learning rate of the last layer [default: with --weights for photographs ten times that of the others, else the same]; the
+    /// schedule applies to both.
     #[arg(long, value_name = "X", value_parser = positive, help_heading = "Training")]
     pub(crate) head_lr: Option<f64>,
 
@@ -122,14 +126,20 @@ impl RecipeArgs {
         }
     }
 
-    pub(crate) fn parameters(&self, optimizer: &OptimizerSpec) -> ParameterRules {
+    /// What is trained how, where `rate` is the learning rate; `fine_tunes` if photographs are learnt from weights.
+    pub(crate) fn parameters(
+        &self,
+        optimizer: &OptimizerSpec,
+        (rate, fine_tunes): (f64, bool),
+    ) -> ParameterRules {
+        let head_lr = self.head_lr.or(fine_tunes.then_some(HEAD * rate));
         ParameterRules {
             decay: match self.decay {
                 Some(DecayName::All) => Decay::All,
                 Some(DecayName::Weights) => Decay::Weights,
                 None => optimizer.decay(),
             },
-            head_lr: self.head_lr,
+            head_lr: head_lr.filter(|head| *head != rate),
             freeze: self.freeze.clone(),
             freeze_bn: self.freeze_bn,
             // Known once the data is there.

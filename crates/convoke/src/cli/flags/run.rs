@@ -105,8 +105,8 @@ pub(crate) struct RunArgs {
 
     /// Learning rate, the largest of the schedule.
     ///
-    /// The default is 1 for adadelta, 0.01 for sgd, and 0.001 for adamw and adam; with one-cycle, without --weights and not for photographs it
-    /// is three times as much, but 1 for adadelta.
+    /// The default is 1 for adadelta, 0.01 for sgd, and 0.001 for adamw and adam; with --weights for photographs 0.3 times as much; with
+    /// one-cycle, without --weights and not for photographs three times as much, but 1 for adadelta.
     #[arg(long, value_name = "X", value_parser = positive, help_heading = "Training")]
     pub(crate) lr: Option<f64>,
 
@@ -169,6 +169,9 @@ pub(crate) struct RunArgs {
     pub(crate) json: Option<PathBuf>,
 }
 
+/// The share of the usual learning rate with which pretrained layers are trained on photographs.
+const FINE: f64 = 0.3;
+
 impl RunArgs {
     /// The run that the flags ask for.
     ///
@@ -208,17 +211,14 @@ impl RunArgs {
             (None, None) => usual_epochs,
         };
         let length = Length { epochs, steps: self.steps };
-        let frozen_epochs = match (self.recipe.frozen_epochs, &self.weights) {
-            (Some(epochs), _) => epochs,
-            (None, Some(_)) if has_photos => 1,
-            (None, _) => 0,
-        };
+        // A new last layer on pretrained ones has the first epoch for itself.
+        let frozen_epochs = self.recipe.frozen_epochs.unwrap_or_else(|| self.fine_tunes().into());
         let (model, weights) = self.model()?;
         let rule = self.rule(length);
         let is_from_imagenet = self.names_imagenet();
         Ok(Run {
             settings: self.settings(&model, &rule, batch.images),
-            parameters: self.recipe.parameters(&self.optimizer),
+            parameters: self.recipe.parameters(&self.optimizer, (rule.learning_rate(), self.fine_tunes())),
             source: DataSource {
                 choice,
                 spec: self.dataset(),
@@ -316,6 +316,11 @@ impl RunArgs {
         }
     }
 
+    /// Whether photographs are learnt by a model that knows others.
+    fn fine_tunes(&self) -> bool {
+        self.weights.is_some() && self.dataset().is_some_and(DatasetSpec::takes_photos)
+    }
+
     fn rule(&self, length: Length) -> Rule {
         let mut options = OptimizerOptions::default();
         (options.momentum, options.nesterov) = (self.momentum, self.recipe.nesterov);
@@ -324,7 +329,11 @@ impl RunArgs {
         // statistics do not follow then.
         let rises = self.recipe.schedule_name(length.is_open()) == ScheduleName::OneCycle;
         let is_steady = self.weights.is_some() || self.dataset().is_some_and(DatasetSpec::takes_photos);
-        let peak = if rises && !is_steady { self.optimizer.peak() } else { 1.0 };
+        let peak = match (self.fine_tunes(), rises && !is_steady) {
+            (true, _) => FINE,
+            (false, true) => self.optimizer.peak(),
+            (false, false) => 1.0,
+        };
         let learning_rate = self.lr.unwrap_or(peak * rule.learning_rate());
         let weight_decay = self.weight_decay.unwrap_or(rule.weight_decay());
         rule.with_learning_rate(learning_rate).with_weight_decay(weight_decay)
