@@ -65,12 +65,14 @@ pub(crate) enum Command {
         convoke evaluate runs/photos-1 photos\n  \
         convoke evaluate runs/photos-1 other-photos --split all --flip --json results.json\n  \
         convoke evaluate runs/photos-1/last.safetensors photos --split train\n  \
+        convoke evaluate runs/photos-1 photos --report page.html --explain\n  \
         convoke evaluate model.onnx photos --data folder")]
     Evaluate(EvaluateArgs),
     /// Show what a trained model finds in images: the most likely classes, or a mask of the class of each pixel.
     #[command(after_help = "Examples:\n  \
         convoke predict runs/photos-1 cat.jpg dog.jpg\n  \
         convoke predict runs/photos-1 holiday/ --top 1 --csv holiday.csv\n  \
+        convoke predict runs/photos-1 cat.jpg --explain explained\n  \
         convoke predict runs/scenes-1 street.png --masks masks\n  \
         convoke predict model.onnx cat.jpg --json -")]
     Predict(PredictArgs),

@@ -1,6 +1,6 @@
 //! `convoke evaluate`: how good a trained model is on labelled images.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,6 +15,7 @@ use crate::nn::metrics::LabelCounts;
 use crate::nn::training::{Evaluation, EvaluationOptions, evaluate};
 
 use super::console::Console;
+use super::explanation::{self, Explainer};
 use super::failure::{Failure, Result};
 use super::flags::place::Place;
 use super::flags::using::UsingArgs;
@@ -63,6 +64,11 @@ pub(crate) struct EvaluateArgs {
     /// self-contained file.
     #[arg(long, value_name = "FILE.html")]
     report: Option<PathBuf>,
+
+    /// Show in the page where the evidence lies for what the images with the highest loss were taken for (Grad-CAM), from black (none)
+    /// through purple and orange to light yellow (the most in the image). `convoke predict --explain DIR` does so for any images.
+    #[arg(long, requires = "report")]
+    explain: bool,
 }
 
 /// The JSON of the results.
@@ -92,6 +98,10 @@ pub(crate) fn run(args: &EvaluateArgs) -> Result<()> {
     output::check("--report", args.report.as_deref())?;
     let console = Console::new()?;
     let model = InUse::open(&args.model, &args.using, &console)?;
+    let explainer = match args.explain {
+        true => Some(explainer(&model)?),
+        false => None,
+    };
     let (spec, name, data) = load(args, &model, &console)?;
     let options = {
         let mut options = EvaluationOptions::new(&model.trained.spec);
@@ -113,7 +123,15 @@ pub(crate) fn run(args: &EvaluateArgs) -> Result<()> {
     else {
         return Err(Failure::Interrupted("interrupted".into()));
     };
-    let judged = Judged { evaluation, data: data.clone(), card: model.trained.card.clone() };
+    let heat = match explainer {
+        Some(explainer) => {
+            let shown = evaluation.hardest.iter().chain(&evaluation.easiest);
+            let shown: Vec<_> = shown.map(|image| (image.index, image.predicted)).collect();
+            explainer.heat_of((&model.device, &data), &shown)?
+        }
+        None => BTreeMap::new(),
+    };
+    let judged = Judged { evaluation, data: data.clone(), card: model.trained.card.clone(), heat };
     let evaluation = &judged.evaluation;
     let title = format!("{} on {name}, {} images", escaped(&model.trained.name), text::thousands(data.len()));
     let (summary, classes) = (rows(evaluation), judged.rows());
@@ -141,6 +159,18 @@ pub(crate) fn run(args: &EvaluateArgs) -> Result<()> {
         version: env!("CARGO_PKG_VERSION"),
     };
     reported.and(json::write_value(args.using.json.as_deref(), &results))
+}
+
+/// Tells where the model sees the classes of images that have one each: the page shows images of no others.
+fn explainer(model: &InUse) -> Result<Explainer<'_>> {
+    let targets = model.info().targets;
+    explanation::check(targets)?;
+    match targets.are_labels() {
+        false => Explainer::new(model),
+        true => Err(Failure::Usage(
+            "--explain: the page shows no images of models that give any number of labels: use predict --explain DIR".into(),
+        )),
+    }
 }
 
 /// The results as a table of names and values.

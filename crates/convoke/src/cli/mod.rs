@@ -33,6 +33,7 @@ mod compare;
 mod console;
 mod dataset;
 mod evaluate;
+mod explanation;
 mod export;
 mod failure;
 mod find_lr;

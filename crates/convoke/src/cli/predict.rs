@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt::Write as _;
+use std::fs;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,6 +17,7 @@ use crate::nn::data::{DatasetInfo, Loader, Pixels, Request, Sample, Target, Targ
 use crate::{MemoryFormat, Tensor, inference_mode};
 
 use super::console::{self, Console};
+use super::explanation::{self, Explainer};
 use super::failure::{Failure, Result};
 use super::flags::using::UsingArgs;
 use super::in_use::InUse;
@@ -47,6 +49,12 @@ pub(crate) struct PredictArgs {
     #[arg(long, value_name = "DIR")]
     masks: Option<PathBuf>,
 
+    /// Write into this folder where the evidence for the most likely class lies (Grad-CAM): for each image a PNG of it, in its own size,
+    /// under colours from black (no evidence) through purple and orange to light yellow (the most in this image). What the model did not
+    /// see stays as it is. Evidence beside the object tells that the model has learnt something else.
+    #[arg(long, value_name = "DIR")]
+    explain: Option<PathBuf>,
+
     #[command(flatten)]
     using: UsingArgs,
 }
@@ -56,7 +64,7 @@ struct Image {
     file: PathBuf,
     /// Its contents, if it came by standard input.
     bytes: Option<Arc<[u8]>>,
-    /// The path of its mask below the folder of masks, without an ending.
+    /// The path of its mask or explanation below the folder of these, without an ending.
     name: PathBuf,
 }
 
@@ -77,6 +85,8 @@ struct Found {
     value_names: Arc<[String]>,
     #[serde(skip_serializing_if = "Option::is_none")]
     mask: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    explanation: Option<String>,
 }
 
 #[derive(Serialize)]
@@ -101,6 +111,9 @@ pub(crate) fn run(args: &PredictArgs) -> Result<()> {
     let model = InUse::open(&args.model, &args.using, &console)?;
     let classes = model.info().classes;
     let targets = model.info().targets;
+    if args.explain.is_some() {
+        explanation::check(targets)?;
+    }
     match (targets.are_of_pixels(), &args.masks) {
         (true, _) if targets.are_classes() && classes > MAX_MASK_CLASSES => {
             return Err(Failure::Usage(format!(
@@ -108,8 +121,7 @@ pub(crate) fn run(args: &PredictArgs) -> Result<()> {
             )));
         }
         (true, Some(folder)) if targets.are_classes() => {
-            check_names(&images)?;
-            output::check_folder("--masks", folder)?;
+            check_pictures(MASKS, folder, &images)?;
         }
         (_, Some(_)) => {
             return Err(Failure::Usage("--masks: the model has no class for each pixel".into()));
@@ -119,14 +131,24 @@ pub(crate) fn run(args: &PredictArgs) -> Result<()> {
         }
         _ => {}
     }
-    let (found, broken) = predict(args, &model, &images, &console)?;
+    let explainer = match &args.explain {
+        Some(folder) => {
+            let explainer = Explainer::new(&model)?;
+            check_pictures(EXPLAIN, folder, &images)?;
+            Some((explainer, folder.as_path()))
+        }
+        None => None,
+    };
+    let (found, broken) = predict((args, explainer.as_ref()), &model, &images, &console)?;
     let csv = args
         .csv
         .as_deref()
         .map_or(Ok(()), |file| output::write("--csv", file, csv(&found, usize::from(args.top)).as_bytes()));
     let json = json::write_value(args.using.json.as_deref(), &found);
-    if let Some(folder) = &args.masks {
-        output::announce("--masks", folder);
+    for (flag, folder) in [(MASKS, &args.masks), (EXPLAIN, &args.explain)] {
+        if let Some(folder) = folder {
+            output::announce(flag, folder);
+        }
     }
     csv.and(json)?;
     if broken.is_empty() {
@@ -211,22 +233,33 @@ fn read_stdin() -> Result<Stdin> {
     }
 }
 
-/// Fails if two masks would have one name.
-fn check_names(images: &[Image]) -> Result<()> {
+/// Fails if the pictures of a flag cannot be written into its folder, two would have one name, or one would take the place of an image.
+fn check_pictures(flag: &str, folder: &Path, images: &[Image]) -> Result<()> {
     let mut seen = HashSet::new();
-    match images.iter().find(|image| !seen.insert(&image.name)) {
-        None => Ok(()),
-        Some(image) => Err(Failure::Usage(format!(
-            "--masks: two images would have the mask {}.png, one of them {}: predict them one after the other",
+    if let Some(image) = images.iter().find(|image| !seen.insert(&image.name)) {
+        return Err(Failure::Usage(format!(
+            "{flag}: two images would have the file {}.png, one of them {}: predict them one after the other",
             escaped(image.name.display()),
             escaped(image.file.display())
-        ))),
+        )));
     }
+    let looked_at: HashSet<PathBuf> =
+        images.iter().filter_map(|image| fs::canonicalize(&image.file).ok()).collect();
+    let over = |image: &&Image| {
+        fs::canonicalize(picture(folder, image)).is_ok_and(|picture| looked_at.contains(&picture))
+    };
+    if let Some(image) = images.iter().find(over) {
+        return Err(Failure::Usage(format!(
+            "{flag}: the image {} would be overwritten: name another folder",
+            escaped(picture(folder, image).display())
+        )));
+    }
+    output::check_folder(flag, folder)
 }
 
 /// What the model finds in the images that can be read, and why others cannot. Prints what it finds as it comes, unless JSON is printed.
 fn predict(
-    args: &PredictArgs,
+    (args, explainer): (&PredictArgs, Option<&(Explainer<'_>, &Path)>),
     model: &InUse,
     images: &[Image],
     console: &Console,
@@ -248,17 +281,23 @@ fn predict(
         requests[index..].iter().take(3).for_each(|ahead| loader.load_ahead(ahead));
         let (pixels, _) = batch(&model.device, &loader, request)?;
         let outputs = outputs(model, &pixels)?;
+        let heat = explainer.map(|(explainer, _)| heat(explainer, &pixels, &outputs)).transpose()?;
         let before = found.len();
-        let mut noted = noted.lock().unwrap_or_else(PoisonError::into_inner);
-        for (&sample, values) in request.samples.iter().zip(outputs) {
+        for (place, (&sample, values)) in request.samples.iter().zip(outputs).enumerate() {
             let (index, image) = (sample as usize, &images[sample as usize]);
+            let mut noted = noted.lock().unwrap_or_else(PoisonError::into_inner);
             let size = noted.sizes.remove(&index);
             if noted.broken.contains_key(&index) {
                 continue;
             }
-            found.push(of_image(args, model, image, (&values, size))?);
+            drop(noted);
+            let mut of_image = of_image(args, model, image, (&values, size))?;
+            if let (Some((explainer, folder)), Some(heat)) = (explainer, &heat) {
+                let png = explainer.png((&image.file, image.bytes.as_deref()), &heat[place])?;
+                of_image.explanation = Some(write_picture(EXPLAIN, folder, image, &png)?);
+            }
+            found.push(of_image);
         }
-        drop(noted);
         if !console::to_stdout(args.using.json.as_deref()) {
             console.print(&lines(&found[before..]))?;
         }
@@ -313,6 +352,16 @@ fn outputs(model: &InUse, images: &Tensor) -> Result<Vec<Vec<f32>>> {
     Ok(values.chunks(len.max(1)).map(<[f32]>::to_vec).collect())
 }
 
+/// The evidence for the most likely class of each image of a batch.
+fn heat(explainer: &Explainer<'_>, images: &Tensor, outputs: &[Vec<f32>]) -> Result<Vec<Vec<f32>>> {
+    let most_likely = |output: &Vec<f32>| {
+        let ranked = ranked(output.iter().map(|&value| f64::from(value)), 1);
+        ranked.first().map_or(0, |(class, _)| *class)
+    };
+    let classes: Vec<usize> = outputs.iter().map(most_likely).collect();
+    explainer.heat(images, &classes)
+}
+
 /// What to tell about an image, from the model's output for it and the image's own size.
 fn of_image(
     args: &PredictArgs,
@@ -352,7 +401,10 @@ fn of_image(
     let shares = counts.iter().take(model.info().classes).map(|&count| count as f64 / seen.max(1) as f64);
     let ranked = ranked(shares, args.top).into_iter().filter(|(_, share)| *share > 0.0);
     let predictions = ranked.map(|(class, share)| named(class, share)).collect();
-    let mask = args.masks.as_deref().map(|folder| write_mask(folder, image, &restored, size)).transpose()?;
+    let mask = match &args.masks {
+        Some(folder) => Some(write_picture(MASKS, folder, image, &mask_png(&restored, size)?)?),
+        None => None,
+    };
     Ok(found(predictions, mask))
 }
 
@@ -374,21 +426,31 @@ fn likeliest(output: &[f32], classes: usize) -> Vec<u8> {
     (0..pixels).map(class).collect()
 }
 
-fn write_mask(folder: &Path, image: &Image, classes: &[u8], size: [usize; 2]) -> Result<String> {
+/// The flags that write a picture for each image.
+const MASKS: &str = "--masks";
+const EXPLAIN: &str = "--explain";
+
+/// The file of an image's picture in a folder.
+fn picture(folder: &Path, image: &Image) -> PathBuf {
     let mut name = image.name.clone().into_os_string();
     name.push(".png");
-    let file = folder.join(name);
+    folder.join(name)
+}
+
+/// Writes an image's picture into the folder of a flag, and says where it is.
+fn write_picture(flag: &str, folder: &Path, image: &Image, png: &[u8]) -> Result<String> {
+    let file = picture(folder, image);
     create_folder(file.parent().unwrap_or(folder)).map_err(|error| {
-        Failure::Run(format!("--masks: cannot write {}: {error}", escaped(file.display())))
+        Failure::Run(format!("{flag}: cannot write {}: {error}", escaped(file.display())))
     })?;
-    output::write_silently("--masks", &file, &mask_png(classes, size)?)?;
+    output::write_silently(flag, &file, png)?;
     Ok(file.display().to_string())
 }
 
 /// A line for each image.
 fn lines(found: &[Found]) -> String {
     let mut text = String::new();
-    for Found { image, predictions, labels, values, value_names, mask } in found {
+    for Found { image, predictions, labels, values, value_names, mask, explanation } in found {
         // Of labels, those that the image hardly has are only in the files.
         let is_shown =
             |class: &String| labels.as_ref().is_none_or(|labels| labels.iter().any(|label| label == class));
@@ -401,8 +463,10 @@ fn lines(found: &[Found]) -> String {
             Some(name) => format!("{} {value:.6}", escaped(name)),
             None => format!("{value:.6}"),
         });
-        let mask = mask.iter().map(|mask| format!("mask {}", escaped(mask)));
-        let parts: Vec<String> = classes.chain(none).chain(values).chain(mask).collect();
+        let pictures = [("mask", mask), ("explanation", explanation)];
+        let pictures = pictures.iter().filter_map(|(what, file)| Some((what, file.as_ref()?)));
+        let pictures = pictures.map(|(what, file)| format!("{what} {}", escaped(file)));
+        let parts: Vec<String> = classes.chain(none).chain(values).chain(pictures).collect();
         let _ = writeln!(text, "{}: {}", escaped(image), parts.join(", "));
     }
     text

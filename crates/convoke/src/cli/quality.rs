@@ -1,5 +1,6 @@
 //! How good a model is, class by class: what `evaluate` tells, and the parts of a page about it.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::sync::Arc;
 
@@ -9,7 +10,7 @@ use convoke_files::escaped;
 use serde::Serialize;
 
 use crate::nn::data::Dataset;
-use crate::nn::data::photos::{Thumbnail, thumbnail};
+use crate::nn::data::photos::{Thumbnail, heat_thumbnail, thumbnail};
 use crate::nn::metrics::Confusion;
 use crate::nn::training::{Evaluation, JudgedImage, ModelCard};
 
@@ -24,6 +25,9 @@ const NAMED: usize = 40;
 const NUMBERED: usize = 12;
 /// With more classes there is no matrix.
 const MOST: usize = 200;
+/// What the second picture of an image shows.
+const HEAT: &str = " Below each, colours from black (none) through purple and orange to light yellow (the most in the image) tell where \
+    the evidence lies for what it was taken for (Grad-CAM).";
 /// Longer names are cut in the matrix.
 const LONGEST: usize = 14;
 
@@ -34,6 +38,8 @@ pub(crate) struct Judged {
     pub(crate) data: Arc<dyn Dataset>,
     /// What the model is, with the names of its classes.
     pub(crate) card: ModelCard,
+    /// Where the evidence lies for what images were taken for, by their index: H x W numbers each.
+    pub(crate) heat: BTreeMap<usize, Vec<f32>>,
 }
 
 /// The results for one class.
@@ -173,11 +179,13 @@ impl Judged {
             ("Highest losses", "The images whose class the model found least likely.", hardest),
             ("Right and sure", "The images whose class the model found most likely.", &right),
         ] {
+            let heat =
+                if images.iter().any(|image| self.heat.contains_key(&image.index)) { HEAT } else { "" };
             let images: String = images.iter().filter_map(|image| self.picture(image)).collect();
             if !images.is_empty() {
                 let _ = write!(
                     text,
-                    "<h2>{heading}</h2>\n<p>{what}</p>\n<ul class=\"pictures\">\n{images}</ul>\n"
+                    "<h2>{heading}</h2>\n<p>{what}{heat}</p>\n<ul class=\"pictures\">\n{images}</ul>\n"
                 );
             }
         }
@@ -289,11 +297,24 @@ impl Judged {
         };
         let (label, text) = (escape(&self.card.class_name(image.label)), escape(&self.text(image)));
         Some(format!(
-            "<li><img src=\"data:image/jpeg;base64,{0}\" alt=\"{label}\"><b>{text}</b><br>{sure:.0} % sure, loss {loss:.2}<br><span class=\"file\" title=\"{1}\">{1}</span></li>\n",
+            "<li><img src=\"data:image/jpeg;base64,{0}\" alt=\"{label}\">{heat}<b>{text}</b><br>{sure:.0} % sure, loss {loss:.2}<br><span class=\"file\" title=\"{1}\">{1}</span></li>\n",
             BASE64_STANDARD.encode(jpeg),
             escape(&file),
             sure = 100.0 * image.probability,
             loss = image.loss,
+            heat = self.heated(image).unwrap_or_default(),
+        ))
+    }
+
+    /// The picture of an image under the colours of its heat; none if that is not known.
+    fn heated(&self, image: &JudgedImage) -> Option<String> {
+        let heat = self.heat.get(&image.index)?;
+        let sample = self.data.sample(image.index, None).ok()?;
+        let picture = heat_thumbnail((&sample.image, self.data.info()), heat, PICTURE).ok()?;
+        Some(format!(
+            "<img src=\"data:image/jpeg;base64,{}\" alt=\"evidence for {}\">",
+            BASE64_STANDARD.encode(picture.jpeg),
+            escape(&self.card.class_name(image.predicted))
         ))
     }
 }

@@ -291,6 +291,7 @@ impl Recorder {
                 evaluation,
                 data: data.test.clone(),
                 card: trainer.card(),
+                heat: BTreeMap::new(),
             }),
         })
     }

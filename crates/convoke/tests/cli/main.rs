@@ -5,6 +5,7 @@ mod bench;
 mod bench_norm;
 mod book;
 mod camvid;
+mod explain;
 mod export;
 mod hostile_files;
 mod images;

@@ -16,7 +16,7 @@ use crate::program::convoke;
 
 /// A file with the input `x` of these sizes, those of 0 open; its nodes are operations with their inputs, and the output of each
 /// is read by its name `y0`, `y1` and so on.
-fn file(path: &Path, sizes: &[usize], nodes: &[(Op, &[&str])]) {
+pub(crate) fn file(path: &Path, sizes: &[usize], nodes: &[(Op, &[&str])]) {
     let dimension = |&size: &usize| match size {
         0 => Dimension::Open("any".into()),
         size => Dimension::Fixed(size),

@@ -32,11 +32,7 @@ pub fn thumbnail(image: &Pixels<'_>, info: &DatasetInfo, side: usize) -> Result<
     if found != info.image_len() || found == 0 || side == 0 {
         return Err(setting("image", format!("{channels}x{height}x{width}"), found));
     }
-    let value = |channel: usize, pixel: usize| match image {
-        Pixels::Bytes(bytes) => f32::from(bytes[channel * height * width + pixel]),
-        Pixels::Interleaved(bytes) => f32::from(bytes[pixel * channels + channel]),
-        Pixels::Floats(floats) => 255.0 * floats[channel * height * width + pixel].clamp(0.0, 1.0),
-    };
+    let value = |channel: usize, pixel: usize| value(image, info, [channel, pixel]);
     let factor = height.max(width).div_ceil(side);
     let [rows, columns] = [height.div_ceil(factor), width.div_ceil(factor)];
     let shown = if channels == 3 { 3 } else { 1 };
@@ -60,6 +56,16 @@ pub fn thumbnail(image: &Pixels<'_>, info: &DatasetInfo, side: usize) -> Result<
         .write_image(&bytes, columns as u32, rows as u32, colours)
         .map_err(|error| setting("image", "a size that a JPEG can have", error))?;
     Ok(Thumbnail { jpeg, size: [rows, columns], channels: shown })
+}
+
+/// A value of a sample's image, of the shape that `info` says, from 0 to 255.
+pub(super) fn value(image: &Pixels<'_>, info: &DatasetInfo, [channel, pixel]: [usize; 2]) -> f32 {
+    let [channels, height, width] = info.shape();
+    match image {
+        Pixels::Bytes(bytes) => f32::from(bytes[channel * height * width + pixel]),
+        Pixels::Interleaved(bytes) => f32::from(bytes[pixel * channels + channel]),
+        Pixels::Floats(floats) => 255.0 * floats[channel * height * width + pixel].clamp(0.0, 1.0),
+    }
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 
 mod array;
 mod builder;
+mod class_activation;
 mod describe;
 mod fuse;
 mod head;

@@ -275,6 +275,15 @@ impl Graph {
         let shapes: Vec<Vec<usize>> = inputs.iter().map(|input| input.shape().to_vec()).collect();
         let dtypes: Vec<DType> = inputs.iter().map(Tensor::dtype).collect();
         let plan = self.plan(&shapes, &dtypes, outputs)?;
+        let mut slots = self.slots(&plan, inputs)?;
+        for step in &plan.steps {
+            self.step(&plan, step, &mut slots)?;
+        }
+        plan.outputs.iter().map(|source| self.read(&plan, source, &slots)).collect()
+    }
+
+    /// The slots of a plan before its first step.
+    pub(super) fn slots(&self, plan: &Plan, inputs: &[Tensor]) -> Result<Vec<Option<Tensor>>> {
         let mut slots: Vec<Option<Tensor>> = vec![None; plan.shapes.len()];
         for (slot, input) in slots.iter_mut().zip(inputs) {
             *slot = Some(match self.working_format {
@@ -282,10 +291,7 @@ impl Graph {
                 _ => input.clone(),
             });
         }
-        for step in &plan.steps {
-            self.step(&plan, step, &mut slots)?;
-        }
-        plan.outputs.iter().map(|source| self.read(&plan, source, &slots)).collect()
+        Ok(slots)
     }
 
     /// The plan for inputs of these shapes and types.
@@ -326,6 +332,18 @@ impl Graph {
         dtypes: &[DType],
         outputs: usize,
     ) -> Result<(Plan, Vec<(usize, fuse::Alone)>)> {
+        let mut plan = self.make_plan_of_nodes(inputs, dtypes, outputs)?;
+        let alone = fuse::fuse(&mut plan, &self.network);
+        Ok((plan, alone))
+    }
+
+    /// A new plan in which each step is one node. It runs once its steps are joined.
+    pub(super) fn make_plan_of_nodes(
+        &self,
+        inputs: &[Vec<usize>],
+        dtypes: &[DType],
+        outputs: usize,
+    ) -> Result<Plan> {
         for (input, shape) in self.definition.inputs.iter().zip(inputs) {
             if let Some(own) = &input.shape
                 && own.len() != shape.len()
@@ -346,9 +364,7 @@ impl Graph {
         let dtype = narrow.copied().unwrap_or(self.dtype);
         let place = Place { device: self.device.clone(), dtype, batch };
         let request = Request { network: &self.network, changes: &changes, inputs, dtypes, outputs, place };
-        let mut plan = Plan::new(&request)?;
-        let alone = fuse::fuse(&mut plan, &self.network);
-        Ok((plan, alone))
+        Plan::new(&request)
     }
 
     /// The shape of a stored array that is trained.
@@ -389,17 +405,20 @@ impl Graph {
         plan.outputs.iter().map(shape).collect()
     }
 
-    fn read(&self, plan: &Plan, source: &PlanOperand, slots: &[Option<Tensor>]) -> Result<Tensor> {
+    pub(super) fn read(&self, plan: &Plan, source: &PlanOperand, slots: &[Option<Tensor>]) -> Result<Tensor> {
         let missing = || invalid("a step reads a value that was freed");
         match source {
             PlanOperand::Slot(slot) => slots[*slot].clone().map_or_else(missing, Ok),
-            PlanOperand::Stored(index) => self.entries[*index].value().map_or_else(missing, Ok),
+            PlanOperand::Stored(index) => {
+                let value = self.entries[*index].value().map_or_else(missing, Ok)?;
+                Ok(if plan.constant_parameters { value.detach() } else { value })
+            }
             PlanOperand::Constant(tensor) => Ok(tensor.clone()),
             PlanOperand::Known(array) => array.to_tensor(&plan.place.device, plan.place.dtype),
         }
     }
 
-    fn step(&self, plan: &Plan, step: &Step, slots: &mut [Option<Tensor>]) -> Result<()> {
+    pub(super) fn step(&self, plan: &Plan, step: &Step, slots: &mut [Option<Tensor>]) -> Result<()> {
         let input = |index: usize| match step.inputs.get(index) {
             Some(Some(source)) => self.read(plan, source, slots),
             _ => invalid("a step lacks an input"),

@@ -21,6 +21,8 @@ pub(super) struct Plan {
     pub(super) shapes: Vec<Vec<usize>>,
     pub(super) outputs: Vec<PlanOperand>,
     pub(super) place: Place,
+    /// Whether parameters are read as constants, so that nobody computes their gradients. Blocks and batch norms read their own.
+    pub(super) constant_parameters: bool,
 }
 
 /// What one step reads and writes.
@@ -152,7 +154,8 @@ impl<'a> Planning<'a> {
             }
         }
         let place = self.request.place.clone();
-        let mut plan = Plan { steps: self.steps, shapes: self.shapes, outputs, place };
+        let constant_parameters = false;
+        let mut plan = Plan { steps: self.steps, shapes: self.shapes, outputs, place, constant_parameters };
         plan.leave_out_unread();
         Ok(plan)
     }

@@ -50,7 +50,7 @@ impl Maker {
         output.into()
     }
 
-    fn conv_bn(&mut self, x: &str, name: &str, [from, to]: [usize; 2]) -> String {
+    pub(crate) fn conv_bn(&mut self, x: &str, name: &str, [from, to]: [usize; 2]) -> String {
         let weight = self.store(&format!("{name}.weight"), &[to, from, 3, 3]);
         let pads = Pads::Explicit(vec![1; 4]);
         let conv = Op::Conv(Conv { strides: vec![1, 1], pads, dilations: vec![1, 1], group: 1 });

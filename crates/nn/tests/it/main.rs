@@ -7,6 +7,7 @@ mod batch_norm_cross;
 mod batch_norm_variants;
 mod checkpointed;
 mod checkpoints;
+mod class_activation;
 mod common;
 mod data_parallel;
 mod data_real;

@@ -174,12 +174,12 @@ fn momenta(module: &dyn Module) -> HashMap<String, f64> {
 }
 
 /// A module in evaluation; dropping this switches each part back.
-struct Evaluation {
+pub(super) struct Evaluation {
     modes: Vec<(TrainingMode, bool)>,
 }
 
 impl Evaluation {
-    fn begin(module: &dyn Module) -> Evaluation {
+    pub(super) fn begin(module: &dyn Module) -> Evaluation {
         let mut modes = Vec::new();
         module.visit(&mut |_, part| {
             if let Part::Training(mode) = part {
