@@ -23,14 +23,25 @@ MODELS = {
     "resnet34": (64, 64),
     "resnet50": (64, 64),
     "resnet101": (64, 64),
+    "resnext50_32x4d": (64, 64),
+    "wide_resnet50_2": (64, 64),
     "vgg11_bn": (64, 64),
     "vgg16_bn": (64, 64),
     "mobilenet_v2": (64, 64),
     "mobilenet_v3_small": (64, 64),
+    "mobilenet_v3_large": (64, 64),
     "densenet121": (64, 64),
     "efficientnet_b0": (64, 64),
+    "efficientnet_b1": (64, 64),
+    "efficientnet_b2": (64, 64),
+    "efficientnet_b3": (64, 64),
+    "regnet_y_400mf": (64, 64),
+    "convnext_tiny": (64, 64),
+    "fcn_resnet50": (56, 75),
+    "deeplabv3_resnet50": (56, 75),
     "unet": (56, 72),
 }
+OF_PIXELS = {"fcn_resnet50", "deeplabv3_resnet50"}
 PICKLED = {"resnet18", "resnet50", "vgg16_bn", "mobilenet_v2", "densenet121"}
 
 
@@ -100,6 +111,9 @@ class UNet(nn.Module):
 def made(name):
     if name == "unet":
         return UNet(3, CLASSES)
+    if name in OF_PIXELS:
+        make = getattr(torchvision.models.segmentation, name)
+        return make(weights=None, weights_backbone=None, num_classes=CLASSES, aux_loss=False)
     return getattr(torchvision.models, name)(weights=None, num_classes=CLASSES)
 
 
@@ -116,6 +130,11 @@ def randomize(model):
                 part.bias.data.normal_(0, 0.1)
             if isinstance(part, nn.Linear):
                 part.weight.data.normal_(0, part.weight.shape[1] ** -0.5)
+        elif isinstance(part, nn.LayerNorm):
+            part.weight.data.uniform_(0.5, 1.5)
+            part.bias.data.normal_(0, 0.3)
+        elif isinstance(part, torchvision.models.convnext.CNBlock):
+            part.layer_scale.data.uniform_(0.1, 0.5)
 
 
 def main(folder):
@@ -133,6 +152,7 @@ def main(folder):
         with torch.no_grad():
             x = x.double()
             y = model.double()(x)
+            y = y["out"] if name in OF_PIXELS else y
         save_file({"input": x, "logits": y.contiguous()}, f"{path}.reference.safetensors")
         print(f"{name}: logits up to {y.abs().max():.3g}", flush=True)
 

@@ -3,12 +3,12 @@
 use std::collections::HashSet;
 
 use convoke_autograd::Result;
-use convoke_autograd::ops::Pointwise;
+use convoke_autograd::ops::{Coordinates, Pointwise, ResizeMode};
 
 use super::network::{invalid, quoted};
 use super::{
     Along, Arithmetic, Array, BatchNormOp, Conv, ConvTranspose, Definition, Dimension, Gemm, Initial, Input,
-    Kind, Node, Op, Pads, Pool, Shape, StochasticDepth, Stored,
+    Kind, LayerNorm, Node, Op, Pads, Pool, Reshape, Resize, Shape, StochasticDepth, Stored, Transpose,
 };
 
 /// Makes a [`Definition`], a node at a time. Images are N x C x H x W, and features N x F.
@@ -145,6 +145,8 @@ pub struct ConvSpec {
     pub stride: usize,
     /// Zeros around the input.
     pub padding: usize,
+    /// Step between elements of the kernel.
+    pub dilation: usize,
     /// Groups of channels that do not mix.
     pub groups: usize,
     /// Whether it has a bias.
@@ -152,12 +154,12 @@ pub struct ConvSpec {
 }
 
 impl ConvSpec {
-    /// Without padding and bias, of stride 1.
+    /// Without padding and bias, of stride and dilation 1.
     pub fn new(channels: usize, kernel: usize) -> ConvSpec {
-        ConvSpec { channels, kernel, stride: 1, padding: 0, groups: 1, bias: false }
+        ConvSpec { channels, kernel, stride: 1, padding: 0, dilation: 1, groups: 1, bias: false }
     }
 
-    /// Without bias, of stride 1, with the padding that keeps the size, for odd kernels.
+    /// Without bias, of stride and dilation 1, with the padding that keeps the size, for odd kernels.
     pub fn same(channels: usize, kernel: usize) -> ConvSpec {
         ConvSpec { padding: kernel.saturating_sub(1) / 2, ..ConvSpec::new(channels, kernel) }
     }
@@ -207,6 +209,11 @@ impl Builder {
         Builder { definition, scheme, names: HashSet::new(), error: None }
     }
 
+    /// Draws the parameters of the layers that follow in another way.
+    pub fn set_scheme(&mut self, scheme: Scheme) {
+        self.scheme = scheme;
+    }
+
     /// The definition with these outputs.
     ///
     /// # Errors
@@ -253,7 +260,7 @@ impl Builder {
         let conv = Conv {
             strides: vec![spec.stride; 2],
             pads: Pads::Explicit(vec![spec.padding; 4]),
-            dilations: vec![1; 2],
+            dilations: vec![spec.dilation; 2],
             group: groups,
         };
         let op = match transposed {
@@ -274,6 +281,24 @@ impl Builder {
         self.node(name, (op, inputs), (features, Some([1, 1])))
     }
 
+    /// A linear layer of the channels of each pixel: N x C x H x W to N x `features` x H x W. Its parameters are those of
+    /// [`Builder::linear`].
+    pub fn linear_of_pixels(&mut self, x: &Value, name: &str, features: usize) -> Value {
+        let last = self.channels_last(x, name);
+        let row = Op::Constant(Array::integers([-1, x.channels as i64]));
+        let row = self.part(name, "row", (row, &[]));
+        let rows = self.part(name, "rows", (Op::Reshape(Reshape { allow_zero: false }), &[&last, &row]));
+        let rows = Value { name: rows, channels: x.channels, pixels: Some([1, 1]) };
+        let y = self.linear(&rows, name, features);
+        let features = Op::Constant(Array::integers([features as i64]));
+        let features = self.part(name, "features", (features, &[]));
+        let pixels = self.part(name, "pixels", (Op::Shape(Shape { start: 0, end: Some(3) }), &[&last]));
+        let sizes = self.part(name, "sizes", (Op::Concat(Along { axis: 0 }), &[&pixels, &features]));
+        let images = (Op::Reshape(Reshape { allow_zero: false }), vec![y.name, sizes]);
+        let images = self.node(&format!("{name}.images"), images, (y.channels, x.pixels));
+        self.channels_first(&images, name)
+    }
+
     /// Batch norm: `name.weight`, `name.bias`, `name.running_mean` and `name.running_var`, C each.
     pub fn batch_norm(&mut self, x: &Value, name: &str, norm: BatchNormOp) -> Value {
         let mut inputs = vec![x.name.clone()];
@@ -282,6 +307,29 @@ impl Builder {
             inputs.push(self.store(&format!("{name}.{part}"), values));
         }
         self.node(name, (Op::BatchNorm(norm), inputs), (x.channels, x.pixels))
+    }
+
+    /// Layer norm of the channels of each pixel: `name.weight` and `name.bias`, C each.
+    pub fn layer_norm(&mut self, x: &Value, name: &str, eps: f64) -> Value {
+        let mut inputs = vec![self.channels_last(x, name)];
+        for (part, value) in [("weight", 1.0), ("bias", 0.0)] {
+            let values = Initial::Constant { shape: vec![x.channels], value };
+            inputs.push(self.store(&format!("{name}.{part}"), values));
+        }
+        let op = Op::LayerNorm(LayerNorm { axis: -1, eps });
+        let y = self.node(name, (op, inputs), (x.channels, x.pixels));
+        self.channels_first(&y, name)
+    }
+
+    /// A factor for each channel, which is trained and starts with this value: `name`, C x 1 x 1.
+    pub fn scale(&mut self, x: &Value, name: &str, value: f64) -> Value {
+        let factors = self.store(name, Initial::Constant { shape: vec![x.channels, 1, 1], value });
+        let inputs = vec![x.name.clone(), factors];
+        self.node(
+            &format!("{name}.scaled"),
+            (Op::Arithmetic(Arithmetic::Mul), inputs),
+            (x.channels, x.pixels),
+        )
     }
 
     /// max(0, x).
@@ -359,11 +407,7 @@ impl Builder {
         let name = self.fresh("pad");
         // A node takes the name again.
         self.names.remove(&name);
-        let mut step = |part: &str, op: Op, inputs: &[&str]| {
-            let name = format!("{name}.{part}");
-            let inputs = inputs.iter().map(|&input| input.to_owned()).collect();
-            self.node(&name, (op, inputs), (0, None)).name
-        };
+        let mut step = |part: &str, op: Op, inputs: &[&str]| self.part(&name, part, (op, inputs));
         let size = Op::Shape(Shape { start: 2, end: Some(4) });
         let wanted = step("wanted", size.clone(), &[&like.name]);
         let own = step("own", size, &[&x.name]);
@@ -375,6 +419,40 @@ impl Builder {
         let pads = step("pads", Op::Concat(Along { axis: 0 }), &[&none, &before, &none, &after]);
         let op = Op::Pad(super::PadKind::Constant);
         self.node(&name, (op, vec![x.name.clone(), pads]), (x.channels, like.pixels))
+    }
+
+    /// Images that are resized to the height and width of others, bilinearly, as PyTorch's `interpolate` does without
+    /// `align_corners`.
+    pub fn resized_to(&mut self, x: &Value, like: &Value) -> Value {
+        let name = self.fresh("resize");
+        // A node takes the name again.
+        self.names.remove(&name);
+        let shape = |[start, end]: [isize; 2]| Op::Shape(Shape { start, end: Some(end) });
+        let own = self.part(&name, "own", (shape([0, 2]), &[&x.name]));
+        let wanted = self.part(&name, "wanted", (shape([2, 4]), &[&like.name]));
+        let sizes = self.part(&name, "sizes", (Op::Concat(Along { axis: 0 }), &[&own, &wanted]));
+        let op = Op::Resize(Resize::of(ResizeMode::Bilinear, Coordinates::HalfPixel));
+        let inputs = vec![x.name.clone(), String::new(), String::new(), sizes];
+        self.node(&name, (op, inputs), (x.channels, like.pixels))
+    }
+
+    /// Images as N x H x W x C, for a layer.
+    fn channels_last(&mut self, x: &Value, layer: &str) -> String {
+        let op = Op::Transpose(Transpose { order: vec![0, 2, 3, 1] });
+        self.part(layer, "channels_last", (op, &[&x.name]))
+    }
+
+    /// Images of N x H x W x C as they are elsewhere.
+    fn channels_first(&mut self, x: &Value, layer: &str) -> Value {
+        let op = Op::Transpose(Transpose { order: vec![0, 3, 1, 2] });
+        let name = format!("{layer}.channels_first");
+        self.node(&name, (op, vec![x.name.clone()]), (x.channels, x.pixels))
+    }
+
+    /// A value within what a layer or another operation of this name computes.
+    fn part(&mut self, of: &str, part: &str, (op, inputs): (Op, &[&str])) -> String {
+        let inputs = inputs.iter().map(|&input| input.to_owned()).collect();
+        self.node(&format!("{of}.{part}"), (op, inputs), (0, None)).name
     }
 
     fn unary(&mut self, x: &Value, op: Op, pixels: Option<[usize; 2]>) -> Value {
@@ -393,11 +471,13 @@ impl Builder {
     }
 
     fn check_conv(&mut self, x: &Value, name: &str, spec: &ConvSpec) {
-        let &ConvSpec { channels, kernel, stride, groups, .. } = spec;
+        let &ConvSpec { channels, kernel, stride, dilation, groups, .. } = spec;
         let name = || quoted(name);
         let (inputs, outputs) = (x.channels, channels);
         self.require(channels > 0, || format!("{} has 0 output channels", name()));
-        self.require(kernel > 0 && stride > 0, || format!("{} has a kernel or stride of 0", name()));
+        self.require(kernel > 0 && stride > 0 && dilation > 0, || {
+            format!("{} has a kernel, stride or dilation of 0", name())
+        });
         let divides = groups > 0 && inputs.is_multiple_of(groups) && outputs.is_multiple_of(groups);
         self.require(divides, || format!("{}: {groups} groups of {inputs} to {outputs} channels", name()));
     }

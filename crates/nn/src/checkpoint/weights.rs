@@ -44,7 +44,7 @@ pub struct LoadedWeights {
     pub prefix: String,
     /// What the model has and the file lacks.
     pub missing: Vec<String>,
-    /// What the file has and the model lacks, by the file's names.
+    /// What the file has and the model lacks, by the file's names; no `aux_classifier`.
     pub unexpected: Vec<String>,
     /// What both have, in different shapes.
     pub other_shape: Vec<OtherShape>,
@@ -85,7 +85,7 @@ impl std::fmt::Display for LoadedWeights {
 /// `model`, and no moving average. What wrappers add to names (`module.`, `_orig_mod.`) is removed, and so is a prefix (`backbone.`) if
 /// more than half of the model's names are then found. A model of blocks of a convolution and a batch norm, such as
 /// [`resnet50`](crate::models::resnet50), also takes torchvision's names (`layer1.0.bn1.weight`). Numbers of any floating-point type are converted to the model's.
-/// `num_batches_tracked` may be missing.
+/// `num_batches_tracked` may be missing, and an `aux_classifier`, torchvision's auxiliary head for masks, is left out.
 ///
 /// A file of PyTorch's holds a program, which is not run: only what describes tensors is understood.
 ///
@@ -356,7 +356,9 @@ fn best_fit<'a>(
     let mut absent = vec![true; values.len()];
     for (listed, model) in candidate.tensors.iter().zip(matched.model) {
         let Some(model) = model else {
-            fit.found.unexpected.push(listed.name.to_owned());
+            if !is_auxiliary(listed.name) {
+                fit.found.unexpected.push(listed.name.to_owned());
+            }
             continue;
         };
         absent[model] = false;
@@ -374,6 +376,11 @@ fn best_fit<'a>(
     let names = values.iter().zip(absent).filter(|((name, _), absent)| *absent && !may_be_absent(name));
     fit.found.missing = names.map(|((name, _), _)| name.clone()).collect();
     fit
+}
+
+/// Whether a tensor belongs to torchvision's auxiliary head for masks, which models may lack.
+fn is_auxiliary(name: &str) -> bool {
+    name.split('.').any(|part| part == "aux_classifier")
 }
 
 /// The order of candidates that fit alike.

@@ -134,7 +134,7 @@ fn random(model: &str, images: usize) -> Datasets {
     let spec = spec(model);
     let shape = match model {
         "mnist-cnn" => [1, 28, 28],
-        "segnet" | "unet" => [3, 32, 32],
+        "segnet" | "unet" | "deeplabv3-resnet50" => [3, 32, 32],
         "resnet20" => [3, 16, 16],
         _ => [3, 64, 64],
     };
@@ -143,7 +143,7 @@ fn random(model: &str, images: usize) -> Datasets {
 }
 
 /// One model of each family of the built-in ones. The larger ones of a family have more of the same layers.
-const MODELS: [&str; 9] = [
+const MODELS: [&str; 12] = [
     "mnist-cnn",
     "segnet",
     "unet",
@@ -153,6 +153,9 @@ const MODELS: [&str; 9] = [
     "mobilenet-v3-small",
     "densenet121",
     "efficientnet-b0",
+    "regnet-y-400mf",
+    "convnext-tiny",
+    "deeplabv3-resnet50",
 ];
 
 #[test]

@@ -7,6 +7,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use convoke_autograd::ops::{
+    self, ConvOptions, Coordinates, LayerNormOptions, Padding, ResizeMode, ResizeOptions, ResizeTo,
+};
 use convoke_autograd::{DType, Device, Result, Tensor, inference_mode};
 use convoke_nn::checkpoint::{WeightOptions, load_weights};
 use convoke_nn::graph::{
@@ -42,7 +45,7 @@ macro_rules! ready {
 }
 
 /// torchvision 0.29; and A. Milesi's U-Net.
-const READY: [Ready; 11] = ready! {
+const READY: [Ready; 21] = ready! {
     "resnet18" torchvision::resnet18, 11_689_512, 122, "f0e35161599236f3";
     "resnet34" torchvision::resnet34, 21_797_672, 218, "c1372162bc2e8e86";
     "resnet50" torchvision::resnet50, 25_557_032, 320, "fe1d335c3c7786ff";
@@ -53,6 +56,16 @@ const READY: [Ready; 11] = ready! {
     "mobilenet_v3_small" torchvision::mobilenet_v3_small, 2_542_856, 244, "6353e9f51ee2108d";
     "densenet121" torchvision::densenet121, 7_978_856, 727, "1fe00a8008e9a530";
     "efficientnet_b0" torchvision::efficientnet_b0, 5_288_548, 360, "20940b31d23df4a1";
+    "mobilenet_v3_large" torchvision::mobilenet_v3_large, 5_483_032, 312, "00e3a56a0bdeba96";
+    "efficientnet_b1" torchvision::efficientnet_b1, 7_794_184, 508, "f993bbb712c5cc92";
+    "efficientnet_b2" torchvision::efficientnet_b2, 9_109_994, 508, "f9bf930a0dbba0f3";
+    "efficientnet_b3" torchvision::efficientnet_b3, 12_233_232, 574, "a481c8973917d669";
+    "regnet_y_400mf" torchvision::regnet_y_400mf, 4_344_144, 384, "fc765d9c4b299bfd";
+    "convnext_tiny" torchvision::convnext_tiny, 28_589_128, 182, "39d0e94f41cc6e25";
+    "resnext50_32x4d" torchvision::resnext50_32x4d, 25_028_904, 320, "d3bdea550dd92a89";
+    "wide_resnet50_2" torchvision::wide_resnet50_2, 68_883_240, 320, "6c9f24d9d9dd1e56";
+    "fcn_resnet50" torchvision::fcn_resnet50, 33_459_240, 326, "07804490de24d03a";
+    "deeplabv3_resnet50" torchvision::deeplabv3_resnet50, 39_890_472, 362, "29cfc315f05deff5";
     "unet" unet, 31_102_568, 118, "05cab28ff0ad1cc1";
 };
 
@@ -111,7 +124,7 @@ fn every_parameter_has_a_gradient() {
 /// The standard deviations that torchvision 0.29 gives; 0 is exact.
 #[test]
 fn initial_values_are_spread_as_in_pytorch() {
-    const STDS: [(&str, &str, f64); 19] = [
+    const STDS: [(&str, &str, f64); 40] = [
         ("resnet18", "conv1.weight", 0.02561),
         ("resnet18", "layer4.1.conv2.weight", 0.02084),
         ("resnet18", "fc.weight", 0.02555),
@@ -131,6 +144,27 @@ fn initial_values_are_spread_as_in_pytorch() {
         ("efficientnet_b0", "features.5.1.block.2.fc2.weight", 0.05422),
         ("efficientnet_b0", "classifier.1.weight", 0.01828),
         ("efficientnet_b0", "classifier.1.bias", 0.0),
+        ("mobilenet_v3_large", "features.7.block.1.0.weight", 0.03037),
+        ("mobilenet_v3_large", "features.16.0.weight", 0.04582),
+        ("mobilenet_v3_large", "classifier.0.weight", 0.01),
+        ("efficientnet_b3", "features.8.0.weight", 0.03612),
+        ("efficientnet_b3", "classifier.1.weight", 0.01825),
+        ("regnet_y_400mf", "trunk_output.block3.block3-1.f.b.0.weight", 0.03262),
+        ("regnet_y_400mf", "trunk_output.block4.block4-1.f.se.fc1.bias", 0.02825),
+        ("regnet_y_400mf", "fc.weight", 0.01001),
+        ("regnet_y_400mf", "fc.bias", 0.0),
+        ("convnext_tiny", "features.5.0.block.0.weight", 0.02012),
+        ("convnext_tiny", "features.5.0.block.3.weight", 0.01998),
+        ("convnext_tiny", "features.5.0.block.3.bias", 0.0),
+        ("convnext_tiny", "features.5.0.layer_scale", 1e-6),
+        ("convnext_tiny", "classifier.2.weight", 0.01997),
+        ("resnext50_32x4d", "layer2.1.conv2.weight", 0.02948),
+        ("wide_resnet50_2", "layer1.1.conv2.weight", 0.04165),
+        ("fcn_resnet50", "backbone.layer3.1.conv2.weight", 0.02947),
+        ("fcn_resnet50", "classifier.0.weight", 0.004252),
+        ("fcn_resnet50", "classifier.4.bias", 0.02555),
+        ("deeplabv3_resnet50", "classifier.0.convs.2.0.weight", 0.004251),
+        ("deeplabv3_resnet50", "classifier.4.weight", 0.03606),
     ];
     let device = device();
     let spread = |initial: &Initial| {
@@ -208,6 +242,10 @@ fn builders_say_what_is_wrong_first() {
         finish(|builder, x| builder.conv(x, "c", ConvSpec { groups: 4, ..ConvSpec::new(8, 3) })),
         &["\"c\"", "4 groups of 6 to 8 channels"],
     );
+    assert_refused(
+        finish(|builder, x| builder.conv(x, "c", ConvSpec { dilation: 0, ..ConvSpec::new(8, 3) })),
+        &["\"c\"", "dilation of 0"],
+    );
     assert_refused(finish(|builder, x| builder.flatten(x)), &["\"x\"", "not known"]);
     assert_refused(finish(|builder, x| builder.linear(x, "fc", 0)), &["\"fc\"", "0 outputs"]);
     assert_refused(
@@ -228,6 +266,54 @@ fn builders_say_what_is_wrong_first() {
     for ready in &READY {
         assert_refused((ready.define)(0, 10), &["0 channels"]);
         assert_refused((ready.define)(3, 0), &["has 0 output"]);
+    }
+}
+
+#[test]
+fn layers_of_pixels_are_those_of_operations() {
+    let mut builder = Builder::new("pixels", Scheme::default());
+    let x = builder.input("x", 6);
+    let y = builder.layer_norm(&x, "norm", 1e-6);
+    let y = builder.linear_of_pixels(&y, "fc", 4);
+    let y = builder.scale(&y, "factors", 0.5);
+    let dilated = ConvSpec { dilation: 2, padding: 2, ..ConvSpec::new(5, 3) };
+    let convolved = builder.conv(&y, "conv", ConvSpec { stride: 2, ..dilated });
+    let resized = builder.resized_to(&convolved, &x);
+    let definition = Arc::new(builder.finish(&[&y, &resized]).unwrap());
+    let device = device();
+    let model = Graph::new(&definition, &init(&device, DType::F64, 1), ConvBnMode::Fused).unwrap();
+    let parameters: Vec<(String, Tensor)> =
+        model.parameters().into_iter().map(|(name, parameter)| (name, parameter.value())).collect();
+    let parameter = |name: &str| &parameters.iter().find(|(own, _)| own == name).unwrap().1;
+    assert_eq!(parameters.len(), 6);
+    assert_eq!(parameter("factors").shape(), [4, 1, 1]);
+
+    for shape in [[2, 6, 5, 7], [1, 6, 1, 1]] {
+        let x = common::normal(&device, DType::F64, 3, &shape);
+        let [found, found_resized]: [Tensor; 2] =
+            model.run(std::slice::from_ref(&x)).unwrap().try_into().unwrap();
+        let norm = ops::layer_norm(&x, None, None, &LayerNormOptions::channels()).unwrap();
+        let weight = parameter("fc.weight").reshape(&[4, 6, 1, 1]).unwrap();
+        let linear = ops::conv2d(&norm, &weight, Some(parameter("fc.bias")), &ConvOptions::default());
+        let expected = linear.unwrap().scale(0.5).unwrap();
+        let options = ConvOptions {
+            stride: [2; 2],
+            padding: Padding::all(2),
+            dilation: [2; 2],
+            ..ConvOptions::default()
+        };
+        let convolved = ops::conv2d(&expected, parameter("conv.weight"), None, &options).unwrap();
+        let resize = ResizeOptions {
+            to: ResizeTo::Size([shape[2], shape[3]]),
+            mode: ResizeMode::Bilinear,
+            coordinates: Coordinates::HalfPixel,
+        };
+        let resized = ops::resize2d(&convolved, &resize).unwrap();
+        for (found, expected) in [(found, expected), (found_resized, resized)] {
+            assert_eq!(found.shape(), expected.shape());
+            let distance = difference(&values(&found), &values(&expected));
+            assert!(distance < 1e-12, "{shape:?}: {distance:e}");
+        }
     }
 }
 
@@ -253,7 +339,9 @@ fn seen(name: &str, dtype: DType) -> (Graph, Tensor) {
 
 #[test]
 fn folding_keeps_the_logits() {
-    for name in ["resnet18", "mobilenet_v2", "densenet121", "efficientnet_b0"] {
+    for name in
+        ["resnet18", "mobilenet_v2", "densenet121", "efficientnet_b0", "regnet_y_400mf", "fcn_resnet50"]
+    {
         let (mut model, x) = seen(name, DType::F64);
         let forward = |model: &Graph| values(&inference_mode(|| model.forward(&x)).unwrap());
         let before = forward(&model);
@@ -267,7 +355,7 @@ fn folding_keeps_the_logits() {
 #[test]
 fn files_of_onnx_hold_them() {
     use convoke_nn::onnx;
-    for name in ["mobilenet_v3_small", "unet"] {
+    for name in ["mobilenet_v3_small", "convnext_tiny", "deeplabv3_resnet50", "unet"] {
         let (model, x) = seen(name, DType::F32);
         let refused = onnx::write(model.definition(), &Default::default(), &Default::default());
         assert_refused(refused, &["weight", "drawn"]);

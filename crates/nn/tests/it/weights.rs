@@ -120,6 +120,21 @@ fn the_state_dict_is_found_and_can_be_chosen() {
 }
 
 #[test]
+fn auxiliary_heads_are_left_out() {
+    let folder = tempdir().unwrap();
+    let file = folder.path().join("masks.safetensors");
+    let head = || Linear::new(&init(&device(), DType::F32, 2), [3, 4], true).unwrap();
+    let with = |name: &str| Sequential::new().then("body", model(DType::F32, 4)).then(name, head());
+    let target = Sequential::new().then("body", model(DType::F32, 4));
+    save_model(&with("aux_classifier"), &file).unwrap();
+    let loaded = load_weights(&target, &file, &WeightOptions::default()).unwrap();
+    assert_eq!((loaded.loaded, loaded.unexpected.len()), (9, 0));
+    save_model(&with("other_classifier"), &file).unwrap();
+    let refused = load_weights(&target, &file, &WeightOptions::default());
+    assert_refused(refused, &["2 unexpected: ", "other_classifier.bias"]);
+}
+
+#[test]
 fn prefixes_are_told_and_names_can_be_changed() {
     let target = model(DType::F32, 4);
     let loaded = load_weights(&target, &file("compiled"), &WeightOptions::default()).unwrap();

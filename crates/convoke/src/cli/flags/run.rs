@@ -32,9 +32,9 @@ pub(crate) struct RunArgs {
 
     /// The kind of DATA, where it is not what is seen in the folder, or the data set without DATA [default: auto].
     ///
-    /// `auto` is MNIST if its files are there, else `digits`. The model mnist-cnn takes mnist and digits; segnet and unet take camvid and
-    /// masks; resnet20 takes all data with a class for each image, the other models such data of 32 x 32 pixels or more; random fits every
-    /// model.
+    /// `auto` is MNIST if its files are there, else `digits`. The model mnist-cnn takes mnist and digits; segnet, unet,
+    /// fcn-resnet50 and deeplabv3-resnet50 take camvid and masks; resnet20 takes all data with a class for each image, the other models
+    /// such data of 32 x 32 pixels or more; random fits every model.
     #[arg(long, value_parser = data_parser(), help_heading = "Data")]
     pub(crate) data: Option<Data>,
 

@@ -6,7 +6,7 @@
 use convoke_autograd::Result;
 use convoke_autograd::ops::Pointwise;
 
-use super::{Activation, ConvNormActivation, SqueezeExcitation};
+use super::{Activation, ConvNormActivation, SqueezeExcitation, divisible_by_8};
 use crate::graph::{BatchNormOp, Bias, Builder, ConvSpec, Definition, Scheme, Value, Weights};
 
 const SCHEME: Scheme = Scheme {
@@ -80,6 +80,9 @@ fn inverted_residual(
     if stride == 1 && x.channels() == outputs { builder.add(&y, x) } else { y }
 }
 
+const RELU: Activation = Activation::Relu;
+const SWISH: Activation = Activation::Of(Pointwise::HardSwish);
+
 /// An inverted residual block of MobileNetV3.
 struct InvertedResidual {
     kernel: usize,
@@ -92,6 +95,9 @@ struct InvertedResidual {
     stride: usize,
 }
 
+/// Kernel, width, output channels, squeeze and excitation, activation, stride.
+type BlockV3 = (usize, usize, usize, bool, Activation, usize);
+
 /// MobileNetV3-Small: 11 inverted residual blocks, with ReLU or hard-swish, most with squeeze and excitation.
 ///
 /// With three channels and 1000 classes it has 2,542,856 parameters.
@@ -99,10 +105,7 @@ struct InvertedResidual {
 /// # Errors
 /// If `channels` or `classes` is 0.
 pub fn mobilenet_v3_small(channels: usize, classes: usize) -> Result<Definition> {
-    const RELU: Activation = Activation::Relu;
-    const SWISH: Activation = Activation::Of(Pointwise::HardSwish);
-    /// Kernel, width, output channels, squeeze and excitation, activation, stride.
-    const BLOCKS: [(usize, usize, usize, bool, Activation, usize); 11] = [
+    const BLOCKS: [BlockV3; 11] = [
         (3, 16, 16, true, RELU, 2),
         (3, 72, 24, false, RELU, 2),
         (3, 88, 24, false, RELU, 1),
@@ -115,18 +118,55 @@ pub fn mobilenet_v3_small(channels: usize, classes: usize) -> Result<Definition>
         (5, 576, 96, true, SWISH, 1),
         (5, 576, 96, true, SWISH, 1),
     ];
-    let mut builder = Builder::new("mobilenet-v3-small", SCHEME);
+    mobilenet_v3(("mobilenet-v3-small", &BLOCKS, 1024), channels, classes)
+}
+
+/// MobileNetV3-Large: 15 inverted residual blocks, with ReLU or hard-swish, some with squeeze and excitation.
+///
+/// With three channels and 1000 classes it has 5,483,032 parameters.
+///
+/// # Errors
+/// If `channels` or `classes` is 0.
+pub fn mobilenet_v3_large(channels: usize, classes: usize) -> Result<Definition> {
+    const BLOCKS: [BlockV3; 15] = [
+        (3, 16, 16, false, RELU, 1),
+        (3, 64, 24, false, RELU, 2),
+        (3, 72, 24, false, RELU, 1),
+        (5, 72, 40, true, RELU, 2),
+        (5, 120, 40, true, RELU, 1),
+        (5, 120, 40, true, RELU, 1),
+        (3, 240, 80, false, SWISH, 2),
+        (3, 200, 80, false, SWISH, 1),
+        (3, 184, 80, false, SWISH, 1),
+        (3, 184, 80, false, SWISH, 1),
+        (3, 480, 112, true, SWISH, 1),
+        (3, 672, 112, true, SWISH, 1),
+        (5, 672, 160, true, SWISH, 2),
+        (5, 960, 160, true, SWISH, 1),
+        (5, 960, 160, true, SWISH, 1),
+    ];
+    mobilenet_v3(("mobilenet-v3-large", &BLOCKS, 1280), channels, classes)
+}
+
+/// The name, the blocks, and the features before the last layer.
+fn mobilenet_v3(
+    (name, blocks, features): (&str, &[BlockV3], usize),
+    channels: usize,
+    classes: usize,
+) -> Result<Definition> {
+    let mut builder = Builder::new(name, SCHEME);
     let x = builder.input("images", channels);
     let first = ConvSpec { stride: 2, ..ConvSpec::same(16, 3) };
     let mut x = unit_v3(first, SWISH).apply(&mut builder, &x, "features.0");
-    for (index, (kernel, width, outputs, squeezes, activation, stride)) in BLOCKS.into_iter().enumerate() {
+    for (index, &(kernel, width, outputs, squeezes, activation, stride)) in blocks.iter().enumerate() {
         let block = InvertedResidual { kernel, width, outputs, squeezes, activation, stride };
         x = block.apply(&mut builder, &x, &format!("features.{}.block", index + 1));
     }
-    let x = unit_v3(ConvSpec::new(576, 1), SWISH).apply(&mut builder, &x, "features.12");
+    let last = format!("features.{}", blocks.len() + 1);
+    let x = unit_v3(ConvSpec::new(6 * x.channels(), 1), SWISH).apply(&mut builder, &x, &last);
     let x = builder.global_average(&x);
     let x = builder.flatten(&x);
-    let x = builder.linear(&x, "classifier.0", 1024);
+    let x = builder.linear(&x, "classifier.0", features);
     let x = builder.pointwise(&x, Pointwise::HardSwish);
     let x = builder.dropout(&x, "classifier.2", 0.2);
     let x = builder.linear(&x, "classifier.3", classes);
@@ -153,17 +193,11 @@ impl InvertedResidual {
         y = unit_v3(within, activation).apply(builder, &y, &next());
         if squeezes {
             let gate = Pointwise::HARD_SIGMOID;
-            let squeeze =
-                SqueezeExcitation { width: divisible_by_8(width / 4), inner: Activation::Relu, gate };
+            let squeezed = divisible_by_8((width / 4) as f64);
+            let squeeze = SqueezeExcitation { width: squeezed, inner: Activation::Relu, gate };
             y = squeeze.apply(builder, &y, &next());
         }
         y = unit_v3(ConvSpec::new(outputs, 1), Activation::None).apply(builder, &y, &next());
         if stride == 1 && x.channels() == outputs { builder.add(&y, x) } else { y }
     }
-}
-
-/// torchvision's `_make_divisible`: the nearest multiple of 8, but no less than 8 and than nine tenths of the number.
-fn divisible_by_8(number: usize) -> usize {
-    let nearest = ((number + 4) / 8 * 8).max(8);
-    if 10 * nearest < 9 * number { nearest + 8 } else { nearest }
 }
