@@ -28,7 +28,7 @@ pub(crate) struct Published {
 }
 
 /// Sizes and accuracies are those that torchvision 0.30 tells. Each SHA-256 begins as the name of its file ends.
-const ALL: [Published; 7] = [
+const ALL: [Published; 9] = [
     Published {
         model: "resnet18",
         weights: "IMAGENET1K_V1",
@@ -90,6 +90,16 @@ const ALL: [Published; 7] = [
         accuracy: [67.668, 87.402],
     },
     Published {
+        model: "mobilenet-v3-large",
+        weights: "IMAGENET1K_V1",
+        file: RemoteFile {
+            name: "mobilenet_v3_large-8738ca79.pth",
+            size: 22_139_423,
+            sha256: "8738ca797c879b547d18bbd15da5736ff2557b2036a9af72225393ca61759a04",
+        },
+        accuracy: [74.042, 91.34],
+    },
+    Published {
         model: "efficientnet-b0",
         weights: "IMAGENET1K_V1",
         file: RemoteFile {
@@ -98,6 +108,16 @@ const ALL: [Published; 7] = [
             sha256: "7f5810bc96def8f7552d5b7e68d53c4786f81167d28291b21c0d90e1fca14934",
         },
         accuracy: [77.692, 93.532],
+    },
+    Published {
+        model: "convnext-tiny",
+        weights: "IMAGENET1K_V1",
+        file: RemoteFile {
+            name: "convnext_tiny-983f1562.pth",
+            size: 114_419_221,
+            sha256: "983f1562536e84ff750a1576fb08e54de751dbf2e17c0d8a4a13704341fdcd3d",
+        },
+        accuracy: [82.52, 96.146],
     },
 ];
 
