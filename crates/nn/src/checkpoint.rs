@@ -7,6 +7,7 @@
 //! types) before it changes anything. It accepts only regular files, and knows their lengths before it allocates memory for them.
 
 mod numbers;
+mod old_torch_file;
 #[cfg(feature = "onnx")]
 mod onnx_file;
 mod pickle;

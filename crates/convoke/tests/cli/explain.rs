@@ -115,13 +115,13 @@ fn heat_lies_on_what_tells_the_class() {
         }
     }
 
-    // A page shows them of the images with the highest loss.
+    // A page shows them of the images with the highest loss, and of those with the lowest.
     let page = folder.path().join("page.html");
     let evaluate = ["evaluate", text(&run), text(&photos), "--split", "all", "--effort", "heuristic"];
     convoke(&[&evaluate[..], &["--report", text(&page), "--explain"]].concat()).exits(0);
     let page = fs::read_to_string(page).unwrap();
     let count = |needle: &str| page.matches(needle).count();
-    assert_eq!((count("<img "), count("alt=\"evidence for ")), (48, 24));
+    assert_eq!((count("<img "), count("alt=\"evidence for ")), (72, 36));
     assert_eq!(count("(Grad-CAM)"), 1);
     convoke(&[&evaluate[..], &["--explain"]].concat()).check(2, &["--report"]).unwrap();
 

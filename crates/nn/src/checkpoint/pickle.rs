@@ -37,6 +37,11 @@ const MOST_DIMENSIONS: usize = 64;
 
 /// Reads a pickle. It may hold `limit` bytes of values, by an estimate.
 pub(super) fn unpickle(bytes: &[u8], limit: u64) -> Result<Unpickled<'_>> {
+    Ok(unpickle_first(bytes, limit)?.0)
+}
+
+/// As [`unpickle`], of the pickle that bytes begin with. Returns its length, too.
+pub(super) fn unpickle_first(bytes: &[u8], limit: u64) -> Result<(Unpickled<'_>, usize)> {
     let mut machine = Machine {
         rest: bytes,
         left: limit,
@@ -49,7 +54,12 @@ pub(super) fn unpickle(bytes: &[u8], limit: u64) -> Result<Unpickled<'_>> {
         storages: Vec::new(),
     };
     let root = machine.run()?;
-    Ok(Unpickled { root, dicts: machine.dicts, tensors: machine.tensors })
+    let mut texts: Vec<(u32, &str)> =
+        machine.memo.iter().filter_map(|(place, value)| Some((*place, value.text()?))).collect();
+    texts.sort_unstable_by_key(|(place, _)| *place);
+    let texts = texts.into_iter().map(|(_, text)| text).collect();
+    let unpickled = Unpickled { root, dicts: machine.dicts, tensors: machine.tensors, texts };
+    Ok((unpickled, bytes.len() - machine.rest.len()))
 }
 
 struct Machine<'a> {
@@ -397,7 +407,8 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// The tensor storage of a persistent id: ("storage", type, key, device, length).
+    /// The tensor storage of a persistent id: ("storage", type, key, device, length). Before version 1.6 there was one more, which is None
+    /// for storages that are no part of another one.
     fn push_storage(&mut self, id: Value<'a>) -> Result<()> {
         let storage = match self.items(id) {
             Some(
@@ -407,8 +418,11 @@ impl<'a> Machine<'a> {
                     Value::Text(key),
                     _,
                     Value::Int(len),
+                    ref rest @ ..,
                 ],
-            ) => usize::try_from(len).ok().map(|len| Storage { key, dtype, len }),
+            ) if matches!(rest, [] | [Value::None]) => {
+                usize::try_from(len).ok().map(|len| Storage { key, dtype, len })
+            }
             _ => None,
         };
         let Some(storage) = storage else {

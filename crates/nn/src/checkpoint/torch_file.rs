@@ -25,7 +25,7 @@ use super::{CheckpointError, Result, damaged, failed};
 /// How these files begin.
 pub(super) const MAGIC: &[u8] = b"PK";
 /// A longer pickle is refused. Pickles of a thousand tensors have 200 KB.
-const LARGEST_PICKLE: u64 = 256 << 20;
+pub(super) const LARGEST_PICKLE: u64 = 256 << 20;
 /// What a pickle may hold at least, in bytes; in a longer file it may hold four times the file's length. By the estimate a tensor
 /// takes 2 KB.
 const LEAST_LIMIT: u64 = 32 << 20;
@@ -53,6 +53,19 @@ struct Entry {
 /// The error for a file that is whole, but of a kind that is not read.
 pub(super) fn unsupported(file: &Path, reason: impl std::fmt::Display) -> CheckpointError {
     CheckpointError::Unsupported { file: file.to_owned(), reason: reason.to_string() }
+}
+
+/// What the pickle of a file of this length may hold, in bytes.
+pub(super) fn limit(len: u64) -> u64 {
+    LEAST_LIMIT.max(len.saturating_mul(4))
+}
+
+/// The error for a pickle that is not read.
+pub(super) fn of_fault(file: &Path, fault: Fault) -> CheckpointError {
+    match fault {
+        Fault::Damaged(reason) => damaged(file, reason),
+        Fault::Refused(reason) => unsupported(file, reason),
+    }
 }
 
 impl TorchFile {
@@ -122,10 +135,7 @@ impl TorchFile {
 
     /// What the pickle describes.
     pub(super) fn unpickle<'a>(&self, bytes: &'a [u8]) -> Result<Unpickled<'a>> {
-        pickle::unpickle(bytes, LEAST_LIMIT.max(self.len.saturating_mul(4))).map_err(|fault| match fault {
-            Fault::Damaged(reason) => damaged(&self.file, reason),
-            Fault::Refused(reason) => unsupported(&self.file, reason),
-        })
+        pickle::unpickle(bytes, limit(self.len)).map_err(|fault| of_fault(&self.file, fault))
     }
 
     /// The bytes of a storage.

@@ -4,13 +4,14 @@ use std::cmp::Reverse;
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
-use std::io::Read;
+use std::io::{Read, Seek};
 use std::path::Path;
 
 use convoke_files::{escaped, open_regular};
 use safetensors::tensor::TensorView;
 
 use super::numbers::{Conversion, Numbers, described, read_value};
+use super::old_torch_file::{self, OldTorchFile};
 use super::pickle::{self, Tensor, Unpickled};
 use super::torch_file::{self, TorchFile, unsupported};
 use super::{
@@ -102,7 +103,7 @@ pub fn load_weights(
     let demand = Demand { file, options, last_layer: last_layer(model) };
     let found = match format_of(file)? {
         Format::Torch(opened) => {
-            let torch = TorchFile::open(file, opened)?;
+            let torch = Saved::open(file, opened)?;
             let pickle = torch.pickle()?;
             let unpickled = torch.unpickle(&pickle)?;
             let candidates = state_dicts(file, &unpickled, options.state_dict)?;
@@ -141,6 +142,47 @@ pub fn load_weights(
     Ok(found)
 }
 
+/// A file that PyTorch saved.
+enum Saved {
+    Archive(TorchFile),
+    Old(OldTorchFile),
+}
+
+impl Saved {
+    fn open(file: &Path, mut opened: File) -> Result<Saved> {
+        let mut begin = [0; 2];
+        opened.rewind().and_then(|()| opened.read_exact(&mut begin)).map_err(failed(file, "read"))?;
+        match begin == torch_file::MAGIC {
+            true => TorchFile::open(file, opened).map(Saved::Archive),
+            false => OldTorchFile::open(file, opened).map(Saved::Old),
+        }
+    }
+
+    /// The bytes of the pickle that names tensors.
+    fn pickle(&self) -> Result<Vec<u8>> {
+        match self {
+            Saved::Archive(archive) => archive.pickle(),
+            Saved::Old(old) => Ok(old.pickle()),
+        }
+    }
+
+    /// What that pickle describes.
+    fn unpickle<'a>(&self, bytes: &'a [u8]) -> Result<Unpickled<'a>> {
+        match self {
+            Saved::Archive(archive) => archive.unpickle(bytes),
+            Saved::Old(old) => old.unpickle(bytes),
+        }
+    }
+
+    /// The bytes of a storage.
+    fn storage(&self, key: &str) -> Result<Vec<u8>> {
+        match self {
+            Saved::Archive(archive) => archive.storage(key),
+            Saved::Old(old) => old.storage(key),
+        }
+    }
+}
+
 /// What a file is.
 enum Format {
     Torch(File),
@@ -154,7 +196,7 @@ fn format_of(file: &Path) -> Result<Format> {
     let mut opened = open_regular(file).map_err(failed(file, "read"))?;
     let mut begin = Vec::new();
     opened.by_ref().take(512).read_to_end(&mut begin).map_err(failed(file, "read"))?;
-    if begin.starts_with(torch_file::MAGIC) {
+    if begin.starts_with(torch_file::MAGIC) || old_torch_file::is_one(&begin) {
         return Ok(Format::Torch(opened));
     }
     // The header of safetensors is an object in JSON, behind its length.
@@ -165,11 +207,7 @@ fn format_of(file: &Path) -> Result<Format> {
     match file.extension().and_then(|extension| extension.to_str()) {
         #[cfg(feature = "onnx")]
         Some(extension) if extension.eq_ignore_ascii_case("onnx") => Ok(Format::Onnx),
-        _ if is_old => Err(unsupported(
-            file,
-            "written by PyTorch before version 1.6, or in its format: load it with torch.load and save it again with \
-             torch.save(state_dict, file)",
-        )),
+        _ if is_old => Err(old_torch_file::older(file)),
         Some("safetensors") => Ok(Format::Safetensors),
         _ => Err(damaged(
             file,
@@ -508,7 +546,7 @@ impl Fit<'_> {
 /// Reads the tensors that fit, one storage at a time.
 fn read_torch(
     file: &Path,
-    torch: &TorchFile,
+    torch: &Saved,
     unpickled: &Unpickled<'_>,
     fit: &Fit<'_>,
     values: &mut [(String, Value)],

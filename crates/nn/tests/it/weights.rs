@@ -81,7 +81,9 @@ fn check_refused(
 #[test]
 fn every_way_to_store_them_gives_the_same_weights() {
     let mut failures = Failures::new("files of PyTorch");
-    for name in ["plain", "nested", "halves", "views", "compiled", "protocol5", "uncounted", "unchecked"] {
+    for name in
+        ["plain", "nested", "halves", "views", "compiled", "protocol5", "uncounted", "unchecked", "old"]
+    {
         for dtype in common::DTYPES {
             failures.run(format!("{name} as {dtype}"), || {
                 let target = model(dtype, 4);
@@ -275,7 +277,6 @@ fn safetensors_are_loaded_by_the_same_rules() {
 #[test]
 fn other_files_of_pytorch_are_refused_with_what_to_do() {
     for (name, words) in [
-        ("old", ["before version 1.6", "torch.save(state_dict, file)"]),
         ("script", ["TorchScript", "torch.save(torch.jit.load(file).state_dict(), new_file)"]),
         ("module", ["torch.nn.modules.linear.Linear", "torch.save(model.state_dict(), file)"]),
     ] {

@@ -22,6 +22,15 @@ pub(in crate::checkpoint) enum Value<'a> {
     Other,
 }
 
+impl<'a> Value<'a> {
+    pub(in crate::checkpoint) fn text(&self) -> Option<&'a str> {
+        match self {
+            Value::Text(text) => Some(text),
+            _ => None,
+        }
+    }
+}
+
 /// What a pickle may name.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(in crate::checkpoint) enum Global {
@@ -114,4 +123,6 @@ pub(in crate::checkpoint) struct Unpickled<'a> {
     /// The entries with text as keys, in the order in which they were set; a later one replaces an earlier one of its name.
     pub(in crate::checkpoint) dicts: Vec<Vec<(&'a str, Value<'a>)>>,
     pub(in crate::checkpoint) tensors: Vec<Tensor<'a>>,
+    /// All texts, in the order in which they were first mentioned; PyTorch's pickles number them.
+    pub(in crate::checkpoint) texts: Vec<&'a str>,
 }

@@ -195,7 +195,7 @@ fn other_archives_are_refused() {
         check_bytes(b"once upon a time, there was a file", &["neither a file of torch.save"])
     });
     failures.run("nothing", || check_bytes(b"", &["neither a file of torch.save"]));
-    failures.run("a plain pickle", || check_bytes(b"\x80\x02}.", &["before version 1.6"]));
+    failures.run("a plain pickle", || check_bytes(b"\x80\x02}.", &["before version 0.4"]));
     failures.finish();
 }
 
@@ -205,6 +205,15 @@ fn cut_off_files_are_refused_at_every_length() {
     let whole = fs::read(file("plain")).unwrap();
     for len in (2..whole.len()).step_by(37).chain([whole.len() - 1]) {
         failures.run(len, || check_bytes(&whole[..len], &["not whole"]));
+    }
+    let old = fs::read(file("old")).unwrap();
+    for len in (2..old.len()).step_by(7).chain([old.len() - 1]) {
+        // The magic number ends after 15 bytes.
+        let words = if len < 15 { "before version 0.4" } else { "cut off" };
+        let reaches = |error: String| {
+            if len < 15 { Err(error) } else { check_bytes(&old[..len], &["reaches beyond the end"]) }
+        };
+        failures.run(format!("old, {len} bytes"), || check_bytes(&old[..len], &[words]).or_else(reaches));
     }
     failures.finish();
 }
@@ -222,7 +231,7 @@ fn changed_files_never_panic_or_half_load() {
         random ^= random << 17;
         (random >> 16) as usize % below
     };
-    for (name, times) in [("plain", 1000), ("unchecked", 2000), ("nested", 500)] {
+    for (name, times) in [("plain", 1000), ("unchecked", 2000), ("nested", 500), ("old", 2000)] {
         let sound = fs::read(file(name)).unwrap();
         // Most changes are where the pickle is.
         let dense = [sound.len(), 1500];
@@ -242,7 +251,7 @@ fn changed_files_never_panic_or_half_load() {
             counter(&target, super::COUNT).set(0);
             let before = snapshot(&target);
             match load_weights(&target, &changed, &WeightOptions::default()) {
-                Ok(_) if name == "unchecked" => loads[1] += 1,
+                Ok(_) if ["unchecked", "old"].contains(&name) => loads[1] += 1,
                 Ok(_) => {
                     loads[0] += 1;
                     check_same_state(&snapshot(&target), &expected(&target, 0)).unwrap();
