@@ -175,12 +175,12 @@ impl Judged {
         let Evaluation { hardest, easiest, .. } = &self.evaluation;
         let right: Vec<JudgedImage> =
             easiest.iter().filter(|image| image.label == image.predicted).copied().collect();
+        let mut is_told = self.heat.is_empty();
         for (heading, what, images) in [
             ("Highest losses", "The images whose class the model found least likely.", hardest),
             ("Right and sure", "The images whose class the model found most likely.", &right),
         ] {
-            let heat =
-                if images.iter().any(|image| self.heat.contains_key(&image.index)) { HEAT } else { "" };
+            let heat = if std::mem::replace(&mut is_told, true) { "" } else { HEAT };
             let images: String = images.iter().filter_map(|image| self.picture(image)).collect();
             if !images.is_empty() {
                 let _ = write!(
