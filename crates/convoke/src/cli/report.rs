@@ -36,13 +36,14 @@ fn page(results: &Results) -> String {
     let body = match runs {
         [run] => {
             let judged = run.judged.as_ref().map_or_else(String::new, Judged::sections);
+            let found = run.range_test.as_ref().map_or_else(String::new, found_rate);
             [
                 tiles(run),
                 columns(&[loss(runs), metrics(run)]),
                 judged,
                 table,
-                columns(&[learning_rate(run), memory(runs)]),
-                run.range_test.as_ref().map_or_else(String::new, found_rate) + &provenance,
+                columns(&[found, learning_rate(run), memory(runs)]),
+                provenance,
             ]
         }
         // Both runs compute the same.

@@ -105,6 +105,23 @@ fn shortened(mut args: Vec<String>) -> Vec<String> {
         }
     }
     let more: &[&str] = match args.first().map(String::as_str) {
+        // A search that goes on knows its flags.
+        Some("search") if args.iter().any(|arg| arg == "--resume") => &[],
+        Some("search") => &[
+            "--trials",
+            "2",
+            "--epochs",
+            "1",
+            "--image-size",
+            "32",
+            "--batch-size",
+            "4",
+            "--effort",
+            "heuristic",
+        ],
+        Some("train") if args.iter().any(|arg| arg == "--find-lr") => {
+            &["--image-size", "32", "--effort", "heuristic", "--steps", "2"]
+        }
         Some("train" | "compare") if args.iter().any(|arg| arg == "--steps") => &["--effort", "heuristic"],
         Some("train" | "compare") => &["--effort", "heuristic", "--steps", "2"],
         Some("plan") => &["--effort", "heuristic", "--plan-time", "0"],
