@@ -157,8 +157,9 @@ fn paths(text: &str) -> Vec<String> {
     let (mut depth, mut start, mut found) = (0, 0, Vec::new());
     for (at, letter) in group.char_indices() {
         if depth == 0 && ",}".contains(letter) {
-            found
-                .extend(paths(group[start..at].trim_start()).into_iter().map(|path| format!("{head}{path}")));
+            // After the last comma there may be nothing.
+            let part = Some(group[start..at].trim()).filter(|part| !part.is_empty());
+            found.extend(part.into_iter().flat_map(paths).map(|path| format!("{head}{path}")));
             start = at + 1;
         }
         match letter {

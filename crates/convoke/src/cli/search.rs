@@ -27,11 +27,8 @@ use super::{dataset, json, output};
 
 use crate::nn::data_parallel::Sampler;
 use space::Space;
-use state::{State, Trial};
+use state::State;
 use trial::{Ended, Process};
-
-/// Of the trials that have been trained for equally many epochs, one in so many goes on.
-const KEPT_OF: usize = 3;
 
 /// Flags of runs that a search does not take, and why.
 pub(crate) const UNUSED: [(&str, &str); 4] = [

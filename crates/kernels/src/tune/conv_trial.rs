@@ -124,20 +124,6 @@ impl<A: Stored, B: Stored, O: Stored> Trial for ConvTrial<'_, A, B, O> {
     }
 
     fn run(&mut self, index: usize, repeats: usize) -> f64 {
-        if let Ok(mb) = std::env::var("CHILL") {
-            let n = mb.parse::<usize>().unwrap() << 18;
-            thread_local! { static B: std::cell::RefCell<Vec<f32>> = const { std::cell::RefCell::new(Vec::new()) }; }
-            return B.with_borrow_mut(|b| {
-                b.resize(n, 1.0);
-                let cpu = self.plans[index].0.cpu().clone();
-                let mut total = 0.0;
-                for _ in 0..repeats.min(4) {
-                    cpu.for_each(n, b.chunks_mut(CHUNK), |c| c.iter_mut().for_each(|v| *v += 1.0));
-                    total += seconds_of(1, || self.run_once(index));
-                }
-                total / repeats.min(4) as f64
-            });
-        }
         seconds_of(repeats, || self.run_once(index))
     }
 

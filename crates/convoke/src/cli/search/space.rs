@@ -5,7 +5,7 @@ use toml::{Table, Value};
 use crate::nn::Generator;
 use crate::nn::data::DatasetInfo;
 
-use super::Trial;
+use super::state::Trial;
 use crate::cli::failure::{Failure, Result};
 use crate::cli::run::Run;
 use crate::cli::settings::Settings;

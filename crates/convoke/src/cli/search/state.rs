@@ -7,12 +7,13 @@ use convoke_files::{escaped, read_text};
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
-use super::KEPT_OF;
 use crate::cli::failure::{Failure, Result};
 use crate::cli::output;
 use crate::cli::settings::{Settings, as_text};
 use crate::cli::text::{align, counted, duration};
 
+/// Of the trials that have been trained for equally many epochs, one in so many goes on.
+const KEPT_OF: usize = 3;
 const FILE: &str = "search.json";
 const MAX_BYTES: u64 = 16 << 20;
 
