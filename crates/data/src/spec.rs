@@ -187,6 +187,11 @@ impl DatasetSpec {
         })
     }
 
+    /// Whether the pixels of its images have classes, as far as is known without its files.
+    pub fn is_of_pixels(&self) -> bool {
+        self.usual().is_some_and(|info| info.targets.are_of_pixels())
+    }
+
     /// Whether it is a folder of the user's photographs, which has to be named, and whose images the settings in [`LoadOptions`]
     /// prepare and vary.
     pub fn takes_photos(&self) -> bool {

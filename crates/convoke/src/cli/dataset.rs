@@ -103,7 +103,7 @@ fn load_named(spec: &DatasetSpec, run: &Run, processes: usize, console: &Console
 fn photo_settings(run: &Run, spec: &DatasetSpec, processes: usize) -> PhotoSettings {
     let [channels, height, width] = run.model.input();
     // Images with a class each may have any size, so the model's is taken. Those with masks keep their own.
-    let (size, augmentation) = match spec.usual().is_some_and(|info| info.targets.are_of_pixels()) {
+    let (size, augmentation) = match spec.is_of_pixels() {
         true => (None, PhotoAugmentation::for_masks()),
         false => (Some([height, width]), PhotoAugmentation::default()),
     };
@@ -114,8 +114,7 @@ fn photo_settings(run: &Run, spec: &DatasetSpec, processes: usize) -> PhotoSetti
 
 /// Fails if flags about photographs are given for other data.
 fn check_photo_flags(run: &Run) -> Result<()> {
-    let takes_masks =
-        run.source.spec.is_some_and(|spec| spec.usual().is_some_and(|info| info.targets.are_of_pixels()));
+    let takes_masks = run.source.spec.is_some_and(DatasetSpec::is_of_pixels);
     match run.source.spec.is_some_and(DatasetSpec::takes_photos) {
         true if run.source.photos.mask_colours.is_some() && !takes_masks => {
             Err(Failure::Usage("--mask-colours is for photographs with masks, and there are none".into()))

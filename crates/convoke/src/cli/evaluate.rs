@@ -65,8 +65,8 @@ pub(crate) struct EvaluateArgs {
     #[arg(long, value_name = "FILE.html")]
     report: Option<PathBuf>,
 
-    /// Show in the page where the evidence lies for what the images with the highest and the lowest loss were taken for (Grad-CAM), from black (none)
-    /// through purple and orange to light yellow (the most in the image). `convoke predict --explain DIR` does so for any images.
+    /// Show in the page where the evidence lies for what the images with the highest and the lowest loss were taken for (Grad-CAM), from
+    /// black (none) through purple and orange to light yellow (the most in the image). `convoke predict --explain DIR` does so for any images.
     #[arg(long, requires = "report")]
     explain: bool,
 }

@@ -85,7 +85,7 @@ impl<'a> Explainer<'a> {
         Ok(values.chunks(len.max(1)).map(<[f32]>::to_vec).collect())
     }
 
-    /// The same of images of a data set, which are given by their index with the class, by index.
+    /// The evidence in images of a data set, by their index. `images` gives the index of each, and the class.
     pub(crate) fn heat_of(
         &self,
         (device, data): (&Device, &Arc<dyn Dataset>),

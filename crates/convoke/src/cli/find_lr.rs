@@ -5,7 +5,6 @@ use crate::nn::training::{RangeTest, range_test};
 use crate::tune::Tuner;
 use crate::{Cpu, Device, DeviceOptions};
 
-use super::dataset;
 use super::failure::{Failure, Result};
 use super::ranks::Rank;
 use super::run::Run;
@@ -50,8 +49,7 @@ pub(crate) fn of_run(
 
 fn test(run: &Run, rank: &Rank<'_>, conv_bn: ConvBnMode, (tuner, cpu): (&Tuner, &Cpu)) -> Result<RangeTest> {
     let device = Device::new(DeviceOptions { tuner: tuner.clone(), ..DeviceOptions::new(cpu.clone()) });
-    let balanced = || dataset::balanced_weights(rank.data.train.as_ref(), rank.console);
-    let config = run.config(conv_bn, rank.data.train.as_ref(), balanced)?;
+    let config = rank.config(run, conv_bn)?;
     let mut stage =
         rank.console.stage("finding a learning rate: step", 0, Some(RangeTest::MOST_STEPS as u64));
     let found = range_test(&device, config, rank.data.clone(), &mut |done| {

@@ -278,15 +278,8 @@ fn lines(trainer: &Trainer, metric: Metric) -> Result<String> {
 
 /// The best of some epochs; of equally good ones the one with the least loss, then the first. None if none has the metric.
 pub(crate) fn best(validations: &[Validation], metric: Metric) -> Option<&Validation> {
-    // Larger is better.
-    let value = |of: &Validation| match metric {
-        Metric::Accuracy => of.accuracy,
-        Metric::Top5 => of.top5_accuracy,
-        Metric::MeanIou => of.mean_iou,
-        Metric::F1 => of.mean_f1,
-        Metric::Loss => Some(-of.loss),
-    };
-    let known = validations.iter().filter_map(|of| Some((of, value(of).filter(|value| !value.is_nan())?)));
+    let value = |of: &Validation| metric.of(of).filter(|value| !value.is_nan());
+    let known = validations.iter().filter_map(|of| Some((of, value(of)?)));
     let is_better = |(next, value): (&Validation, f64), (best, most): (&Validation, f64)| {
         value > most || value == most && next.loss < best.loss
     };
@@ -297,12 +290,9 @@ pub(crate) fn best(validations: &[Validation], metric: Metric) -> Option<&Valida
 /// rest of a run would not change the best weights then.
 pub(crate) fn is_exhausted(validations: &[Validation], metric: Metric) -> bool {
     const LONG: usize = 3;
-    let is_perfect = |best: &Validation| match metric {
-        Metric::Accuracy => best.accuracy == Some(1.0),
-        Metric::MeanIou => best.mean_iou == Some(1.0),
-        Metric::F1 => best.mean_f1 == Some(1.0),
-        Metric::Top5 | Metric::Loss => false,
-    };
+    // The five likeliest classes may hold the right one while others are likelier, and a loss has no least value that is reached.
+    let has_most = !matches!(metric, Metric::Top5 | Metric::Loss);
+    let is_perfect = |best: &Validation| has_most && metric.of(best) == Some(1.0);
     best(validations, metric).is_some_and(is_perfect) && epochs_without_gain(validations, metric) >= LONG
 }
 
@@ -313,6 +303,17 @@ pub(crate) fn epochs_without_gain(validations: &[Validation], metric: Metric) ->
 }
 
 impl Metric {
+    /// The result of an epoch; larger is better.
+    fn of(self, epoch: &Validation) -> Option<f64> {
+        match self {
+            Metric::Accuracy => epoch.accuracy,
+            Metric::Top5 => epoch.top5_accuracy,
+            Metric::MeanIou => epoch.mean_iou,
+            Metric::F1 => epoch.mean_f1,
+            Metric::Loss => Some(-epoch.loss),
+        }
+    }
+
     /// The usual one for such data.
     pub(crate) fn usual(info: &DatasetInfo) -> Metric {
         match (info.targets.are_classes(), info.targets.are_of_pixels()) {

@@ -52,8 +52,7 @@ pub(crate) fn show(run: &Run, rank: &Rank<'_>, overview: Overview<'_>) -> Result
 /// Shows what a run would begin with, which needs no more than the data; `finds_rate` if it would find its learning rate first.
 pub(crate) fn of_plan(run: &Run, rank: &Rank<'_>, finds_rate: bool) -> Result<()> {
     let data = rank.data.train.as_ref();
-    let balanced = || dataset::balanced_weights(data, rank.console);
-    let config = run.config(ConvBnMode::Fused, data, balanced)?;
+    let config = rank.config(run, ConvBnMode::Fused)?;
     let mut options = config.model.options(ConvBnMode::Fused);
     (options.image, options.classes) = (data.info().shape(), data.info().classes);
     let model = config.model.build(&Init::new(&Device::cpu()?, run.seed), &options)?;

@@ -4,6 +4,8 @@
 use crate::distributed::Error;
 use crate::distributed::{Communicator, Options, run_threads};
 use crate::nn::data::Datasets;
+use crate::nn::modules::ConvBnMode;
+use crate::nn::training::TrainingConfig;
 
 use super::console::Console;
 use super::failure::{Failure, Result};
@@ -22,6 +24,12 @@ pub(crate) struct Rank<'a> {
 }
 
 impl Rank<'_> {
+    /// The configuration of a run on the data.
+    pub(crate) fn config(&self, run: &Run, conv_bn: ConvBnMode) -> Result<TrainingConfig> {
+        let data = self.data.train.as_ref();
+        run.config(conv_bn, data, || dataset::balanced_weights(data, self.console))
+    }
+
     /// Whether this is the first rank, which reads and writes files and prints for all.
     pub(crate) fn is_first(&self) -> bool {
         self.communicator.rank() == 0

@@ -25,9 +25,9 @@ use super::ranks::Rank;
 use super::record::{Finished, Recorder, Results, RunRecord, epoch_loss};
 use super::run::Run;
 use super::tensorboard::EventWriter;
-use super::{dataset, json, output, report, summary, text};
+use super::{json, output, report, summary, text};
 
-/// Runs of so many seconds say in advance how long they take.
+/// A run that takes as many seconds as this says so after its first steps.
 const LONG: f64 = 60.0;
 
 /// One run with what it has recorded: `train` has one, `compare` two.
@@ -91,8 +91,7 @@ impl Session {
         let SessionOptions { conv_bn, learning_rate, tuner, cpu, checkpoint, keep } = options;
         let cpu = cpu.clone();
         let device = Device::new(DeviceOptions { tuner: tuner.clone(), ..DeviceOptions::new(cpu.clone()) });
-        let balanced = || dataset::balanced_weights(rank.data.train.as_ref(), rank.console);
-        let mut config = run.config(conv_bn, rank.data.train.as_ref(), balanced)?;
+        let mut config = rank.config(run, conv_bn)?;
         if let Some(rate) = learning_rate {
             // Unless a flag says it, the last layer's follows.
             let change = if run.recipe.head_lr.is_some() { 1.0 } else { rate / config.rule.learning_rate() };

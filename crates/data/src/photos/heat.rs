@@ -3,6 +3,7 @@
 use super::super::{DataError, DatasetInfo, Pixels};
 use super::geometry::{Frame, Preparation, Window, setting};
 use super::photo::Photo;
+use super::predicted::encoded;
 use super::thumbnail::{Thumbnail, thumbnail, value};
 
 /// Colours from no heat to the most, at equal distances: matplotlib's `inferno`. They become lighter all the way, so that they tell the
@@ -50,7 +51,7 @@ pub fn heat_png(photo: &Photo, heat: &[f32], preparation: &Preparation) -> Resul
             }
         }
     }
-    encoded(&pixels, size)
+    rgb_png(&pixels, size)
 }
 
 /// A small picture of a sample's image, as [`thumbnail`] makes it, under the colours of [`heat_png`]. `heat` is H x W numbers.
@@ -115,18 +116,13 @@ fn colour(share: f32) -> [f32; 3] {
     [0, 1, 2].map(mixed)
 }
 
-fn encoded(pixels: &[u8], [height, width]: [usize; 2]) -> Result<Vec<u8>, DataError> {
-    let failed = |error: png::EncodingError| setting("photograph", "a size that PNG files can have", error);
-    let mut bytes = Vec::new();
+fn rgb_png(pixels: &[u8], [height, width]: [usize; 2]) -> Result<Vec<u8>, DataError> {
     // Sides of photographs are bounded.
-    let mut encoder = png::Encoder::new(&mut bytes, width as u32, height as u32);
-    encoder.set_color(png::ColorType::Rgb);
-    encoder.set_depth(png::BitDepth::Eight);
-    encoder.set_compression(png::Compression::Fast);
-    let mut writer = encoder.write_header().map_err(failed)?;
-    writer.write_image_data(pixels).map_err(failed)?;
-    writer.finish().map_err(failed)?;
-    Ok(bytes)
+    let bytes = encoded(pixels, [height as u32, width as u32], |encoder| {
+        encoder.set_color(png::ColorType::Rgb);
+        encoder.set_compression(png::Compression::Fast);
+    });
+    bytes.map_err(|error| setting("photograph", "a size that PNG files can have", error))
 }
 
 #[cfg(test)]
@@ -137,7 +133,7 @@ mod tests {
     use super::*;
 
     fn photo(pixels: &[u8], size: [usize; 2]) -> Photo {
-        Photo::decode(&encoded(pixels, size).unwrap(), Path::new("x.png")).unwrap()
+        Photo::decode(&rgb_png(pixels, size).unwrap(), Path::new("x.png")).unwrap()
     }
 
     /// The colours that lie over a photograph of one grey.

@@ -54,15 +54,26 @@ pub fn mask_png(classes: &[u8], [height, width]: [usize; 2]) -> Result<Vec<u8>, 
     let Some((rows, columns)) = fits.filter(|_| height.checked_mul(width) == Some(classes.len())) else {
         return Err(setting("classes", format!("{height}x{width}"), classes.len()));
     };
-    let failed = |error: png::EncodingError| setting("mask", "a size that PNG files can have", error);
+    let bytes = encoded(classes, [rows, columns], |encoder| {
+        encoder.set_color(png::ColorType::Indexed);
+        encoder.set_palette(palette());
+    });
+    bytes.map_err(|error| setting("mask", "a size that PNG files can have", error))
+}
+
+/// A PNG file of 8 bits a channel, of which `choose` says the rest.
+pub(super) fn encoded(
+    values: &[u8],
+    [rows, columns]: [u32; 2],
+    choose: impl FnOnce(&mut png::Encoder<'_, &mut Vec<u8>>),
+) -> Result<Vec<u8>, png::EncodingError> {
     let mut bytes = Vec::new();
     let mut encoder = png::Encoder::new(&mut bytes, columns, rows);
-    encoder.set_color(png::ColorType::Indexed);
     encoder.set_depth(png::BitDepth::Eight);
-    encoder.set_palette(palette());
-    let mut writer = encoder.write_header().map_err(failed)?;
-    writer.write_image_data(classes).map_err(failed)?;
-    writer.finish().map_err(failed)?;
+    choose(&mut encoder);
+    let mut writer = encoder.write_header()?;
+    writer.write_image_data(values)?;
+    writer.finish()?;
     Ok(bytes)
 }
 

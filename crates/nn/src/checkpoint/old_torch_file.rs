@@ -87,8 +87,8 @@ impl OldTorchFile {
     }
 
     /// The bytes of the pickle that names tensors.
-    pub(super) fn pickle(&self) -> Vec<u8> {
-        self.pickle.clone()
+    pub(super) fn pickle(&self) -> &[u8] {
+        &self.pickle
     }
 
     /// What that pickle describes.

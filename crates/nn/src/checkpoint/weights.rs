@@ -1,5 +1,6 @@
 //! Loads pretrained weights by PyTorch's names: finds the state dict in a file, and what of it fits the model.
 
+use std::borrow::Cow;
 use std::cmp::Reverse;
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -159,10 +160,10 @@ impl Saved {
     }
 
     /// The bytes of the pickle that names tensors.
-    fn pickle(&self) -> Result<Vec<u8>> {
+    fn pickle(&self) -> Result<Cow<'_, [u8]>> {
         match self {
-            Saved::Archive(archive) => archive.pickle(),
-            Saved::Old(old) => Ok(old.pickle()),
+            Saved::Archive(archive) => archive.pickle().map(Cow::Owned),
+            Saved::Old(old) => Ok(Cow::Borrowed(old.pickle())),
         }
     }
 

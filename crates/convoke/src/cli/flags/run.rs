@@ -186,10 +186,8 @@ impl RunArgs {
             Data::Auto | Data::Random => None,
         };
         // What `auto` may stand for has the usual size and length.
-        let (is_of_pixels, has_photos) = (
-            named.and_then(DatasetSpec::usual).is_some_and(|info| info.targets.are_of_pixels()),
-            named.is_some_and(DatasetSpec::takes_photos),
-        );
+        let (is_of_pixels, has_photos) =
+            (named.is_some_and(DatasetSpec::is_of_pixels), named.is_some_and(DatasetSpec::takes_photos));
         let usual_batch = match (is_of_pixels, has_photos) {
             (true, _) => 8,
             (false, true) => 32,

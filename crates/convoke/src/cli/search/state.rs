@@ -12,7 +12,7 @@ use crate::cli::output;
 use crate::cli::settings::{Settings, as_text};
 use crate::cli::text::{align, counted, duration};
 
-/// Of the trials that have been trained for equally many epochs, one in so many goes on.
+/// One in three trials of a rung goes on to the next.
 const KEPT_OF: usize = 3;
 const FILE: &str = "search.json";
 const MAX_BYTES: u64 = 16 << 20;
@@ -166,17 +166,13 @@ impl State {
     /// The trials that are trained to a rung: the best of the rung before, which has ended.
     pub(super) fn entrants(&self, rung: usize) -> Vec<usize> {
         let Some(before) = rung.checked_sub(1) else { return (0..self.trials.len()).collect() };
-        let result = |index: usize| self.trials[index].results.get(before);
-        let mut order: Vec<usize> = (0..self.trials.len())
-            .filter(|&index| self.trials[index].failure.is_none() && result(index).is_some())
-            .collect();
+        let going = self.trials.iter().enumerate().filter(|(_, trial)| trial.failure.is_none());
+        let mut order: Vec<(usize, &TrialResult)> =
+            going.filter_map(|(index, trial)| Some((index, trial.results.get(before)?))).collect();
         // Of equals the first.
-        order.sort_by(|&one, &other| match (result(one), result(other)) {
-            (Some(one), Some(other)) => other.compare(one),
-            _ => Ordering::Equal,
-        });
+        order.sort_by(|(_, one), (_, other)| other.compare(one));
         order.truncate(self.size(rung));
-        order
+        order.into_iter().map(|(index, _)| index).collect()
     }
 
     /// The trainings that have ended, and all there are.
@@ -190,12 +186,11 @@ impl State {
 
     /// The trial that reached the most.
     pub(super) fn best(&self) -> Option<&Trial> {
-        let best_of = |trial: &Trial| trial.results.iter().max_by(|one, other| one.compare(other)).cloned();
-        let scored = self.trials.iter().filter_map(|trial| Some((trial, best_of(trial)?)));
+        let all =
+            self.trials.iter().flat_map(|trial| trial.results.iter().map(move |result| (trial, result)));
         // Of equals the first.
-        scored
-            .reduce(|best, next| if next.1.compare(&best.1).is_gt() { next } else { best })
-            .map(|(trial, _)| trial)
+        let best = all.reduce(|best, next| if next.1.compare(best.1).is_gt() { next } else { best });
+        best.map(|(trial, _)| trial)
     }
 
     /// A row a trial, the best first; empty if none has a result.
