@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 
 use serde_json::Value;
+use tempfile::TempDir;
 
 /// Images in the training and the test set of [`tiny_mnist`].
 pub(crate) const TRAIN: usize = 110;
@@ -89,6 +90,11 @@ pub(crate) fn scenes(folder: &Path) {
     }
 }
 
+thread_local! {
+    /// The current folder of a test's programs, which goes with the test's thread: runs without `--output` have their folders below it.
+    static HERE: TempDir = tempfile::tempdir().expect("a folder");
+}
+
 /// The program with these arguments, in an environment without data of the user's.
 ///
 /// Each test has its own cache of measured convolutions: what another test measures meanwhile must not change the algorithms, and
@@ -97,10 +103,7 @@ pub(crate) fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_convoke"));
     let nowhere = Path::new(env!("CARGO_TARGET_TMPDIR")).join("no-home");
     let test = std::thread::current().name().unwrap_or("unnamed").replace("::", ".");
-    // Runs without --output have their folders below the current one.
-    let here = nowhere.join("here").join(&test);
-    fs::create_dir_all(&here).expect("a folder");
-    command.args(args).current_dir(here).stdin(Stdio::null());
+    HERE.with(|here| command.args(args).current_dir(here.path()).stdin(Stdio::null()));
     command
         .env("HOME", &nowhere)
         .env("XDG_DATA_HOME", &nowhere)
