@@ -249,6 +249,13 @@ pub trait Dataset: Send + Sync {
         &[]
     }
 
+    /// The same samples with images of another height and width; `None` if images have one size. Photographs with classes, labels or numbers
+    /// are brought to any size.
+    fn resized(&self, size: [usize; 2]) -> Option<Arc<dyn Dataset>> {
+        let _ = size;
+        None
+    }
+
     /// What decides how training varies samples beyond the seed, as text. A run resumes only with the same.
     fn variation(&self) -> Option<String> {
         None

@@ -158,6 +158,38 @@ pub enum ConfigError {
     /// The decay of the weights' average is out of range.
     #[error("ema {0}: the decay of the weights' moving average must be above 0 and below 1")]
     Ema(f64),
+    /// The scale of the first images is out of range.
+    #[error(
+        "initial_scale {0}: images that grow begin with a share of their size that is above 0 and below 1"
+    )]
+    InitialScale(f64),
+    /// The model takes no images that are as small as those of the first epochs.
+    #[error(
+        "progressive: the images of the first epochs do not fit: {0}; a larger initial scale makes them larger"
+    )]
+    FirstImages(Box<ConfigError>),
+    /// The model has other parameters for smaller images.
+    #[error(
+        "progressive: {} has other parameters for images of {height} x {width}, so it learns from one size",
+        escaped(model)
+    )]
+    OneModelSize {
+        /// The model.
+        model: String,
+        /// The height of the first epochs' images.
+        height: usize,
+        /// Their width.
+        width: usize,
+    },
+    /// Images cannot be made smaller.
+    #[error(
+        "progressive: the images of {} have one size; photographs with classes, labels or numbers can be made smaller",
+        escaped(data)
+    )]
+    OneImageSize {
+        /// The data set.
+        data: String,
+    },
     /// The objective has no classes that could be weighted.
     #[error("class weights: {objective} has no classes to weight")]
     NothingToWeight {

@@ -4,6 +4,7 @@ mod average;
 mod card;
 mod evaluation;
 mod memory;
+mod progressive;
 mod range_test;
 mod ranked;
 mod ranks;
@@ -24,7 +25,8 @@ use crate::modules::ConvBnMode;
 use crate::objective::Objective;
 use crate::planner::MemoryPlan;
 use crate::{
-    ConfigError, Generator, Init, Module, Optimizer, Parameter, ParameterRules, Precision, Rule, Schedule,
+    ConfigError, Generator, Init, Module, ModuleExt, Optimizer, Parameter, ParameterRules, Precision, Rule,
+    Schedule,
 };
 
 use average::Average;
@@ -32,6 +34,7 @@ pub use card::ModelCard;
 pub use evaluation::{Evaluation, EvaluationOptions, EvaluationProgress, Predictor, Validation, evaluate};
 pub(crate) use memory::DrySteps;
 pub use memory::{MemoryPrediction, predict_memory};
+pub use progressive::ProgressiveResizing;
 pub use range_test::{RangeTest, range_test};
 pub use ranked::JudgedImage;
 pub use resume::SavedModel;
@@ -71,6 +74,8 @@ pub struct TrainingConfig {
     pub augmentation: Augmentation,
     /// How training images are mixed with each other.
     pub mixing: Mixing,
+    /// Whether the first epochs show smaller images, which only data sets can do that are made to any size: see [`Dataset::resized`].
+    pub progressive: Option<ProgressiveResizing>,
     /// Whether batch norms take their statistics over the batches of all ranks, once there are several
     /// ([`Trainer::join`]).
     pub sync_bn: bool,
@@ -101,6 +106,7 @@ impl TrainingConfig {
             sampling: Sampling::default(),
             augmentation: Augmentation::default(),
             mixing: Mixing::default(),
+            progressive: None,
             sync_bn: false,
             send_gradients: Precision::default(),
             seed: 1,
@@ -133,6 +139,7 @@ impl TrainingConfig {
             return Err(ConfigError::BatchSize { batch_size, images, data });
         }
         self.check_mixing(info)?;
+        self.check_resizing(data.train.as_ref())?;
         self.schedule.check(self.warmup_steps)?;
         self.parameters.check(self.rule.learning_rate())?;
         match (self.clip_norm, self.ema) {
@@ -152,6 +159,37 @@ impl TrainingConfig {
         }
         let found = if classes { "a class for each pixel" } else { "values" };
         Err(ConfigError::NothingToMix { data: info.name.clone(), found })
+    }
+
+    /// The model has to take images of all sizes that epochs show.
+    fn check_resizing(&self, data: &dyn Dataset) -> std::result::Result<(), ConfigError> {
+        let Some(progressive) = self.progressive else { return Ok(()) };
+        progressive.check()?;
+        let info = data.info();
+        let size = progressive.size(0, [info.height, info.width]);
+        let Some(smaller) = data.resized(size) else {
+            return Err(ConfigError::OneImageSize { data: info.name.clone() });
+        };
+        let first = self.seen(smaller.info()).and_then(|seen| self.model.check(&seen));
+        first.map_err(|error| ConfigError::FirstImages(error.into()))
+    }
+
+    /// Fails if the model would be another one for the smaller images of the first epochs.
+    fn check_model_of_sizes(&self, device: &Device, model: &dyn Module, info: &DatasetInfo) -> Result<()> {
+        let Some(progressive) = self.progressive else { return Ok(()) };
+        let [height, width] = progressive.size(0, [info.height, info.width]);
+        let smaller = DatasetInfo { height, width, ..info.clone() };
+        let other = self.build(&Init::new(&device.dry(), self.seed), &self.seen(&smaller)?)?;
+        let shapes = |model: &dyn Module| -> Vec<(String, Vec<usize>)> {
+            let parameters = model.parameters();
+            parameters.iter().map(|(name, own)| (name.clone(), own.value().shape().to_vec())).collect()
+        };
+        match shapes(model) == shapes(other.as_ref()) {
+            true => Ok(()),
+            false => {
+                Err(ConfigError::OneModelSize { model: self.model.name().to_owned(), height, width }.into())
+            }
+        }
     }
 
     /// A new model for data that looks like `seen` to it, with what the run freezes.
@@ -321,6 +359,7 @@ impl Trainer {
         let seen = config.check(&data)?;
         let init = Init::new(device, config.seed);
         let model = config.build(&init, &seen)?;
+        config.check_model_of_sizes(device, model.as_ref(), data.train.info())?;
         let workers = default_workers(device, [&data.train, &data.test]);
         let parallel =
             DataParallel::new(model.as_ref(), &Communicator::solo(), DataParallelOptions::default())?;
@@ -380,6 +419,28 @@ impl Trainer {
     fn most_images(&self) -> usize {
         let world_size = self.communicator().world_size();
         shard(self.config.batch_size, world_size - 1, world_size).len()
+    }
+
+    /// Height and width of the images that an epoch shows, from 0, before augmentation cuts them.
+    pub fn image_size(&self, epoch: usize) -> [usize; 2] {
+        let info = self.data.train.info();
+        let full = [info.height, info.width];
+        self.config.progressive.map_or(full, |progressive| progressive.size(epoch, full))
+    }
+
+    /// Loads images of the current epoch's size from here on.
+    fn resize(&mut self) -> Result<()> {
+        let (info, size) = (self.train_loader.data().info(), self.image_size(self.epoch));
+        if [info.height, info.width] == size {
+            return Ok(());
+        }
+        let full = [self.data.train.info().height, self.data.train.info().width];
+        let resized = if size == full { None } else { self.data.train.resized(size) };
+        let data = resized.as_ref().unwrap_or(&self.data.train);
+        self.train_loader = loader(data, self.train_loader.workers())?;
+        // Buffers of the last size would stay beside those of this one.
+        self.device.trim();
+        Ok(())
     }
 
     /// Prepares batches on `workers` threads while earlier steps run. With 0, each step prepares its own batch. The batches are

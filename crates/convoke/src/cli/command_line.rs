@@ -18,7 +18,7 @@ use super::settings::{Flag, OWN, PLACE, SETTINGS, Settings, as_arguments, as_tex
 use super::text::shell;
 
 /// What a run that is resumed keeps, because other values would make it another run.
-const KEPT: [&str; 36] = [
+const KEPT: [&str; 37] = [
     "data",
     "augment",
     "image-size",
@@ -51,6 +51,7 @@ const KEPT: [&str; 36] = [
     "ema",
     "mixup",
     "cutmix",
+    "progressive",
     "class-weights",
     "seed",
     "sync-bn",

@@ -97,8 +97,15 @@ fn lines(run: &Run, rank: &Rank<'_>, overview: &Overview<'_>) -> Result<Vec<Stri
         1 => "; the last layer alone in the first epoch (--frozen-epochs)".into(),
         epochs => format!("; the last layer alone in the first {epochs} epochs"),
     };
+    let info = rank.data.train.info();
+    let full = [info.height, info.width];
+    let first = config.progressive.map_or(full, |progressive| progressive.size(0, full));
+    let growing = match first == full {
+        true => String::new(),
+        false => format!("; {} x {} pixels at first (--progressive)", first[0], first[1]),
+    };
     lines.push(format!(
-        "recipe: {}, {rate}, {length}, {} each{frozen}",
+        "recipe: {}, {rate}, {length}, {} each{frozen}{growing}",
         config.rule.name(),
         counted(config.batch_size, "image")
     ));

@@ -28,6 +28,9 @@ const MOST: usize = 200;
 /// What the second picture of an image shows.
 const HEAT: &str = " Below each, colours from black (none) through purple and orange to light yellow (the most in the image) tell where \
     the evidence lies for what it was taken for (Grad-CAM).";
+/// What tells of that picture where it is not shown.
+const HEAT_ELSEWHERE: &str =
+    " <code>convoke evaluate RUN --report FILE.html --explain</code> shows where in them the evidence lies.";
 /// Longer names are cut in the matrix.
 const LONGEST: usize = 14;
 
@@ -173,16 +176,23 @@ impl Judged {
         };
         text.push_str(&columns(&[format!("<h2>{heading}</h2>\n{}\n", table(&rows)), matrix]));
         let Evaluation { hardest, easiest, .. } = &self.evaluation;
-        let right: Vec<JudgedImage> =
-            easiest.iter().filter(|image| image.label == image.predicted).copied().collect();
-        let mut is_told = self.heat.is_empty();
+        // Of few images the surest are among those with the highest losses, too.
+        let is_shown = |image: &&JudgedImage| {
+            image.label == image.predicted && hardest.iter().all(|shown| shown.index != image.index)
+        };
+        let right: Vec<JudgedImage> = easiest.iter().filter(is_shown).copied().collect();
+        let mut heat = match (self.heat.is_empty(), self.data.photos()) {
+            (false, _) => HEAT,
+            (true, Some(_)) => HEAT_ELSEWHERE,
+            (true, None) => "",
+        };
         for (heading, what, images) in [
             ("Highest losses", "The images whose class the model found least likely.", hardest),
             ("Right and sure", "The images whose class the model found most likely.", &right),
         ] {
-            let heat = if std::mem::replace(&mut is_told, true) { "" } else { HEAT };
             let images: String = images.iter().filter_map(|image| self.picture(image)).collect();
             if !images.is_empty() {
+                let heat = std::mem::take(&mut heat);
                 let _ = write!(
                     text,
                     "<h2>{heading}</h2>\n<p>{what}{heat}</p>\n<ul class=\"pictures\">\n{images}</ul>\n"

@@ -173,8 +173,8 @@ const LEAST: usize = 2;
 pub(crate) struct Recorder {
     seconds: Vec<f64>,
     rates: Vec<f64>,
-    /// How many of these steps trained the last layer alone, if others came after them.
-    frozen: usize,
+    /// How many of these steps trained the last layer alone, or saw smaller images, if others came after them.
+    light: usize,
     bytes_sent: Vec<f64>,
     seconds_waited: f64,
     seconds_loaded: f64,
@@ -205,14 +205,14 @@ impl Recorder {
         self.seconds.len()
     }
 
-    /// From here on steps train more than the last layer: the times of the steps before say nothing of later ones.
-    pub(crate) fn end_frozen_steps(&mut self) {
-        self.frozen = self.seconds.len();
+    /// From here on steps train more than the last layer, or see larger images: the times of the steps before say nothing of later ones.
+    pub(crate) fn end_light_steps(&mut self) {
+        self.light = self.seconds.len();
     }
 
     /// Steps recorded so far whose times are like those of later ones.
     pub(crate) fn usual_steps(&self) -> usize {
-        self.seconds.len() - self.frozen
+        self.seconds.len() - self.light
     }
 
     /// Whether what a step takes is known since the last step.
@@ -222,7 +222,7 @@ impl Recorder {
 
     /// What a step takes, once that is known: the first steps make choices that later ones take.
     pub(crate) fn step_seconds(&self) -> Option<f64> {
-        let warm = self.seconds[self.frozen..].get(WARM_UP..).filter(|warm| warm.len() >= LEAST)?;
+        let warm = self.seconds[self.light..].get(WARM_UP..).filter(|warm| warm.len() >= LEAST)?;
         median(warm[warm.len().saturating_sub(20)..].to_vec())
     }
 
@@ -240,7 +240,7 @@ impl Recorder {
         let own_rate = median(self.own_rates).unwrap_or(f64::NAN);
         let rates = trainer.communicator().all_gather("throughput", &[own_rate])?;
         let rates = rates.into_iter().flatten().map(|rate| Some(rate).filter(|rate| rate.is_finite()));
-        let usual = if self.frozen < self.seconds.len() { self.frozen.. } else { 0.. };
+        let usual = if self.light < self.seconds.len() { self.light.. } else { 0.. };
         let (times, image_rates) = (warm(&self.seconds[usual.clone()]), warm(&self.rates[usual]));
         Ok(RunRecord {
             conv_bn: config.conv_bn.to_string(),

@@ -7,7 +7,7 @@ use crate::nn::data_parallel::Sampler;
 use crate::nn::models::ModelSpec;
 use crate::nn::modules::ConvBnMode;
 use crate::nn::objective::Objective;
-use crate::nn::training::TrainingConfig;
+use crate::nn::training::{ProgressiveResizing, TrainingConfig};
 use crate::nn::{ParameterRules, Precision, Rule};
 
 use super::failure::{Failure, Result};
@@ -183,6 +183,11 @@ impl Run {
         let batches = Sampler::batches_of(images, batch_size);
         let steps = self.length.spanned_steps(batches);
         let frozen_steps = self.frozen_epochs.saturating_mul(batches as u64);
+        // Images have their full size in the last fifth of the epochs.
+        let epochs = 4 * steps.div_ceil(batches.max(1) as u64) / 5;
+        let progressive = self.recipe.progressive;
+        let progressive =
+            progressive.map(|initial_scale| ProgressiveResizing { initial_scale, epochs: epochs as usize });
         Ok(TrainingConfig {
             objective: self.objective(&model, balanced)?,
             model,
@@ -199,6 +204,7 @@ impl Run {
             sampling: self.recipe.sampler.into(),
             augmentation: self.source.augmentation(),
             mixing: Mixing { mixup: self.recipe.mixup, cutmix: self.recipe.cutmix },
+            progressive,
             sync_bn: self.ranks.sync_bn,
             send_gradients: self.ranks.send_gradients,
             stop_on_nan: self.stop_on_nan,

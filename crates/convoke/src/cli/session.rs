@@ -281,11 +281,17 @@ impl Session {
         format!("epoch {}/{last}", epoch(step).min(last))
     }
 
+    /// Whether a step, from 0, takes less time and memory than those of the end: it trains the last layer alone, or sees smaller images.
+    fn is_light_at(&self, step: u64) -> bool {
+        let epoch = (step / self.trainer.batches_per_epoch() as u64) as usize;
+        self.trainer.is_frozen_at(step)
+            || self.trainer.image_size(epoch) != self.trainer.image_size(usize::MAX)
+    }
+
     pub(crate) fn step(&mut self) -> Result<StepReport> {
-        // Steps that train the last layer alone take less time and memory than those of the rest of the run.
         let step = self.trainer.steps();
-        if step > 0 && self.trainer.is_frozen_at(step - 1) && !self.trainer.is_frozen_at(step) {
-            self.recorder.end_frozen_steps();
+        if step > 0 && self.is_light_at(step - 1) && !self.is_light_at(step) {
+            self.recorder.end_light_steps();
         }
         // Record the first two steps: the second is the first whose buffers all come from the arena, as in later steps.
         if self.recorder.usual_steps() <= 1 {
@@ -333,7 +339,7 @@ impl Session {
         let loss = epoch_loss(&self.trainer, epoch as usize);
         let learning_rate = self.trainer.learning_rate_of(step - 1);
         let left = self.total_steps.saturating_sub(step) as f64;
-        let is_usual = !self.trainer.is_frozen_at(step);
+        let is_usual = !self.is_light_at(step);
         let left = self.recorder.step_seconds().filter(|_| is_usual).map(|seconds| seconds * left);
         if let Some(left) = left.filter(|left| self.recorder.has_first_estimate() && *left >= LONG) {
             console.line(&format!("the steps will take about {}", text::duration(left)));

@@ -27,6 +27,7 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("pip", "`make python`"),
     ("tensorboard", "`make tensorboard`"),
     ("man", "shows a page"),
+    ("systemd-run", "needs the rights to make a control group"),
 ];
 
 /// The pages, README first.

@@ -91,6 +91,37 @@ fn any_number_of_labels_is_learnt_and_used() {
 }
 
 #[test]
+fn folders_may_give_the_labels() {
+    let folder = tempfile::tempdir().unwrap();
+    let (photos, run) = (folder.path().join("photos"), folder.path().join("run"));
+    let made = folder.path().join("made");
+    photographs(&made, 10);
+    for class in ["sky", "sand"] {
+        for index in 0..10 {
+            let name = format!("{class}-{index}.png");
+            for label in [Some(class), Some("odd").filter(|_| index % 2 == 1)].into_iter().flatten() {
+                let copy = photos.join("labels").join(label);
+                fs::create_dir_all(&copy).unwrap();
+                fs::copy(made.join(class).join(format!("{index}.png")), copy.join(&name)).unwrap();
+            }
+        }
+    }
+    let shown = convoke(&["train", text(&photos), "--dry-run"]).exits(0).stderr;
+    for words in ["20 photographs, any of 3 labels; 16 to train, 4 to validate", "odd ", "sand ", "sky "] {
+        assert!(shown.contains(words), "no {words} in {shown}");
+    }
+    train(&photos, &run, &["--epochs", "2"]);
+    let evaluated = convoke(&["evaluate", text(&run), text(&photos), "--split", "all", "--json", "-"]);
+    let evaluated = evaluated.exits(0).json();
+    let counts = |class: &serde_json::Value| (class["name"].clone(), class["count"].clone());
+    let classes: Vec<_> = evaluated["classes"].as_array().unwrap().iter().map(counts).collect();
+    assert_eq!(classes, [("odd".into(), 10.into()), ("sand".into(), 10.into()), ("sky".into(), 10.into())]);
+    // The part that was validated on.
+    let evaluated = convoke(&["evaluate", text(&run), text(&photos), "--json", "-"]).exits(0).json();
+    assert_eq!(evaluated["images"], 4);
+}
+
+#[test]
 fn numbers_are_learnt_in_their_own_unit_and_resumed() {
     let folder = tempfile::tempdir().unwrap();
     let (photos, run, other) =

@@ -40,6 +40,30 @@ fn results(run: &Path) -> Vec<Vec<u8>> {
 }
 
 #[test]
+fn photographs_grow_and_a_killed_run_goes_on() {
+    let folder = with_photos();
+    let here = folder.path();
+    let train = |args: &[&str]| {
+        let flags = ["train", "photos", "--image-size", "64", "--batch-size", "4", "--effort", "heuristic"];
+        convoke_in(here, &[&flags[..], &["--epochs", "5", "--progressive"], args].concat())
+    };
+    let shown = train(&["0.5", "--dry-run"]).exits(0).stderr;
+    assert!(shown.contains("32 x 32 pixels at first (--progressive)"), "{shown}");
+    train(&["0.5"]).exits(0);
+    // Ended in an epoch of the second size.
+    train(&["0.5", "--steps", "10"]).exits(0);
+    convoke_in(here, &["train", "--resume", "--steps", "20"]).exits(0);
+    assert_eq!(results(&here.join("runs/photos-1")), results(&here.join("runs/photos-2")));
+    let refused = convoke_in(here, &["train", "--resume", "--progressive", "0.7"]);
+    refused.check(2, &["--progressive"]).unwrap();
+    scenes(&here.join("scenes"));
+    let masks = ["train", "scenes", "--progressive", "0.5", "--batch-size", "2", "--steps", "1"];
+    convoke_in(here, &masks).check(2, &["progressive", "masks have one size"]).unwrap();
+    train(&["0.4"]).check(2, &["images of the first epochs", "32 x 32 pixels or more"]).unwrap();
+    train(&["1.5"]).check(2, &["--progressive"]).unwrap();
+}
+
+#[test]
 fn runs_have_folders_with_numbers_and_their_flags() {
     let folder = with_photos();
     let here = folder.path();

@@ -94,14 +94,47 @@ impl FolderOptions {
 /// Photographs with a class each, or with labels or numbers, decoded when they are asked for.
 #[derive(Clone, Debug)]
 pub struct PhotoFolder {
-    pub(super) info: DatasetInfo,
-    pub(super) dir: Arc<Path>,
-    pub(super) options: FolderOptions,
-    pub(super) class_names: Arc<[String]>,
-    pub(super) files: Vec<File>,
-    pub(super) skipped: Skipped,
+    info: DatasetInfo,
+    dir: Arc<Path>,
+    options: FolderOptions,
+    class_names: Arc<[String]>,
+    files: Vec<File>,
+    skipped: Skipped,
+    scale: Option<ValueScale>,
+    cache: Arc<Cache<Photo>>,
+}
+
+/// What the parts of a set share.
+pub(super) struct Set {
+    info: DatasetInfo,
+    dir: Arc<Path>,
+    options: FolderOptions,
+    class_names: Arc<[String]>,
+    budget: Budget,
+    /// The scale of numbers to predict.
     pub(super) scale: Option<ValueScale>,
-    pub(super) cache: Arc<Cache<Photo>>,
+}
+
+impl Set {
+    pub(super) fn new(dir: &Path, options: &FolderOptions, class_names: &[String], info: DatasetInfo) -> Set {
+        let budget = Budget::new(options.cache_bytes);
+        let (dir, options, class_names) = (dir.into(), options.clone(), class_names.into());
+        Set { info, dir, options, class_names, budget, scale: None }
+    }
+
+    /// A part of these files, from which others were left out.
+    pub(super) fn part(&self, files: Vec<File>, skipped: Skipped) -> Result<PhotoFolder, DataError> {
+        Ok(PhotoFolder {
+            info: self.info.clone(),
+            dir: self.dir.clone(),
+            options: self.options.clone(),
+            class_names: self.class_names.clone(),
+            cache: Arc::new(Cache::new(files.len(), &self.budget)?),
+            files,
+            skipped,
+            scale: self.scale.clone(),
+        })
+    }
 }
 
 /// An image: its path below the set's folder, and what is to be learnt about it.
@@ -149,9 +182,9 @@ pub fn folder(
     options.check()?;
     let mut lister = Lister::new(dir, options.follow_links, progress)?;
     let Layout { train, validation } = Layout::find(&lister, dir, |_| true)?;
-    let class_names: Arc<[String]> = classes(&mut lister, dir, &train)?.into();
-    let train = files(&mut lister, dir, &train, &class_names)?;
-    let validation = validation.map(|below| files(&mut lister, dir, &below, &class_names)).transpose()?;
+    let class_names = &classes(&mut lister, dir, &train)?;
+    let train = files(&mut lister, dir, &train, class_names)?;
+    let validation = validation.map(|below| files(&mut lister, dir, &below, class_names)).transpose()?;
     let unread = lister.finish()?;
     let [(train, train_skipped), (validation, validation_skipped)] = train_and_validation(
         train,
@@ -162,20 +195,9 @@ pub fn folder(
     let preparation = &options.preparation;
     let image = |index: usize| open(dir, &train[index])?.interleaved(preparation);
     let numbers = options.normalisation.of_training((train.len(), preparation.channels), image, progress)?;
-    let budget = Budget::new(options.cache_bytes);
-    let part = |files: Vec<File>, skipped| -> Result<PhotoFolder, DataError> {
-        Ok(PhotoFolder {
-            info: info(options, class_names.len(), &numbers),
-            dir: dir.into(),
-            options: options.clone(),
-            class_names: class_names.clone(),
-            cache: Arc::new(Cache::new(files.len(), &budget)?),
-            files,
-            skipped,
-            scale: None,
-        })
-    };
-    Ok(TrainTest::new(part(train, [unread, train_skipped].concat())?, part(validation, validation_skipped)?))
+    let set = Set::new(dir, options, class_names, info(options, class_names.len(), &numbers));
+    let train = set.part(train, [unread, train_skipped].concat())?;
+    Ok(TrainTest::new(train, set.part(validation, validation_skipped)?))
 }
 
 /// Loads one part for evaluation, which may lack some of the classes. Without a name it is the folders of classes in `dir` itself.
@@ -197,16 +219,8 @@ pub fn folder_part(
     let files = files(&mut lister, dir, &below, class_names)?;
     let unread = lister.finish()?;
     let (files, skipped) = checked(dir, options, files, progress)?;
-    Ok(PhotoFolder {
-        info: info(options, class_names.len(), &numbers),
-        dir: dir.into(),
-        options: options.clone(),
-        class_names: class_names.into(),
-        cache: Arc::new(Cache::new(files.len(), &Budget::new(options.cache_bytes))?),
-        files,
-        skipped: [unread, skipped].concat(),
-        scale: None,
-    })
+    let set = Set::new(dir, options, class_names, info(options, class_names.len(), &numbers));
+    set.part(files, [unread, skipped].concat())
 }
 
 impl PhotoFolder {
@@ -285,6 +299,14 @@ impl Dataset for PhotoFolder {
 
     fn variation(&self) -> Option<String> {
         Some(format!("{:?}, {:?}", self.options.preparation, self.options.augmentation))
+    }
+
+    fn resized(&self, size: [usize; 2]) -> Option<Arc<dyn Dataset>> {
+        let mut resized = self.clone();
+        resized.options.preparation.size = size;
+        [resized.info.height, resized.info.width] = size;
+        // Decoded photographs are kept as they are, for all sizes.
+        Some(Arc::new(resized))
     }
 
     fn target(&self, index: usize) -> TargetResult<'_> {
@@ -387,7 +409,7 @@ fn no_images(folder: &Path, found: &str) -> DataError {
 }
 
 /// The files that can be decoded, if the others are to be left out; else all.
-fn checked(
+pub(super) fn checked(
     dir: &Path,
     options: &FolderOptions,
     files: Vec<File>,

@@ -1,4 +1,4 @@
-//! Photographs with labels, numbers or a class, which a table gives.
+//! Photographs with labels, numbers or a class, which a table gives. `label_folders` finds labels that are folders.
 //!
 //! ```text
 //! DIR/labels.csv          DIR/IMAGE or DIR/images/IMAGE
@@ -16,7 +16,6 @@
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::path::{Component, Path, PathBuf};
-use std::sync::Arc;
 
 use convoke_files::read_text;
 
@@ -26,8 +25,8 @@ use super::super::{
     DataError, DatasetInfo, MAX_CLASSES, Progress, ProgressEvent, ProgressUnit, Targets, TrainTest,
     ValueScale,
 };
-use super::cache::{Budget, Cache};
-use super::folder::{File, FileTarget, FolderOptions, PhotoFolder, info_of, open, split};
+use super::folder::{File, FileTarget, FolderOptions, PhotoFolder, Set, info_of, open, split};
+use super::label_folders;
 use super::layout::{PARTS, PhotoPart, TEST, TRAIN, VALIDATION};
 use super::listing::{EXTENSIONS, check_within, has_extension, joined};
 use super::measure::{MeanAndStd, Skipped, sound};
@@ -47,17 +46,41 @@ const TAGS: [&str; 2] = ["labels", "tags"];
 const SEPARATORS: [char; 2] = ['|', ';'];
 const ROWS_PER_REPORT: u64 = 1000;
 
-/// Whether a folder holds a table, or its training part does.
-pub(super) fn has_table(folder: &Path) -> bool {
+/// Whether a folder tells the labels of images, by a table or by folders, or its training part does.
+pub(super) fn has_labels(folder: &Path) -> bool {
+    has_table(folder) || has_folders(folder)
+}
+
+fn has_table(folder: &Path) -> bool {
     folder.join(TABLE).is_file() || folder.join(TRAIN).join(TABLE).is_file()
 }
 
-/// Loads the training and the validation part of a folder with a table. No image is opened, unless `options` ask for it.
+fn has_folders(folder: &Path) -> bool {
+    label_folders::are_at(folder) || label_folders::are_at(&folder.join(TRAIN))
+}
+
+/// Whether folders tell the labels of a part, or of the folder itself.
+fn has_folders_of(folder: &Path, part: Option<&str>) -> bool {
+    match part {
+        None => label_folders::are_at(folder),
+        Some(part) if VALIDATION.contains(&part) => {
+            VALIDATION.iter().any(|part| label_folders::are_at(&folder.join(part)))
+        }
+        Some(part) => label_folders::are_at(&folder.join(part)),
+    }
+}
+
+/// The images of a part, and those that are left out of it.
+pub(super) type PartFiles = (Vec<File>, Skipped);
+
+/// Loads the training and the validation part of a folder with a table, or with folders of labels. No image is opened, unless `options`
+/// ask for it, or it lies in the folders of several labels.
 ///
 /// # Errors
-/// [`DataError::Io`] if a table cannot be read; [`DataError::Malformed`] naming a table and its line if it is none, names an image that is
-/// not there, twice, or beyond the folder, or a cell is not what its column holds; [`DataError::Inconsistent`] for a setting that cannot
-/// be; [`DataError::Cancelled`] if `progress` says so. If images are measured, also the errors of [`super::Photo::open`].
+/// [`DataError::Io`] if a table or folder cannot be read; [`DataError::Malformed`] naming a table and its line if it is none, names an
+/// image that is not there, twice, or beyond the folder, or a cell is not what its column holds, or naming a folder as
+/// [`super::folder`] does; [`DataError::Inconsistent`] for a setting that cannot be; [`DataError::Cancelled`] if `progress` says so. If
+/// images are measured, also the errors of [`super::Photo::open`].
 pub fn labels(
     dir: &Path,
     options: &FolderOptions,
@@ -65,20 +88,14 @@ pub fn labels(
 ) -> Result<TrainTest<PhotoFolder>, DataError> {
     threads()?;
     options.check()?;
-    let finder = Finder::new(dir, options, progress)?;
-    let (train, validation) = training_tables(dir)?;
-    let tables = [Some(&train), validation.as_ref()].into_iter().flatten();
-    let kind = Kind::of(tables.clone())?;
-    let names = kind.names(tables)?;
-    let (train, train_skipped) = finder.files(&train, (&kind, &names))?;
-    let validation = validation.map(|table| finder.files(&table, (&kind, &names))).transpose()?;
-    let (mut train, (validation, skipped)) = match validation {
-        Some(validation) => (train, validation),
-        None => {
-            let (train, validation) = split(dir, &options.split(), sorted(train))?;
-            (train, (validation, Skipped::new()))
+    let (targets, names, [train, validation]) = match has_folders(dir) && !has_table(dir) {
+        true => {
+            let (names, parts) = label_folders::parts(dir, options, progress)?;
+            (Kind::LABELS, names, parts)
         }
+        false => of_tables(dir, options, progress)?,
     };
+    let ((mut train, train_skipped), (validation, skipped)) = (train, validation);
     if train.is_empty() || validation.is_empty() {
         return Err(DataError::malformed(
             dir,
@@ -92,68 +109,81 @@ pub fn labels(
     let preparation = &options.preparation;
     let image = |index: usize| open(dir, &train[index])?.interleaved(preparation);
     let numbers = options.normalisation.of_training((train.len(), preparation.channels), image, progress)?;
-    let scale = (kind.targets == Kind::NUMBERS).then(|| scale_of(&train, names.len()));
-    let budget = Budget::new(options.cache_bytes);
-    let names: Arc<[String]> = names.into();
-    let part = |files: Vec<File>, skipped| -> Result<PhotoFolder, DataError> {
-        Ok(PhotoFolder {
-            info: info(options, (kind.targets, &names), &numbers),
-            dir: dir.into(),
-            options: options.clone(),
-            class_names: names.clone(),
-            cache: Arc::new(Cache::new(files.len(), &budget)?),
-            files,
-            skipped,
-            scale: scale.clone(),
-        })
-    };
-    Ok(TrainTest::new(part(train, train_skipped)?, part(validation, skipped)?))
+    let mut set = Set::new(dir, options, &names, info(options, (targets, &names), &numbers));
+    set.scale = (targets == Kind::NUMBERS).then(|| scale_of(&train, names.len()));
+    Ok(TrainTest::new(set.part(train, train_skipped)?, set.part(validation, skipped)?))
 }
 
-/// Loads one part for evaluation: the images of that part by the table's column `split`, or of the table in the part's folder. Without a
-/// name it is all of the table in `dir`. The names are those of the labels, numbers or classes of the training set, and `targets` are its.
+/// What the tables of a folder tell: the kind of targets, the names of the labels, numbers or classes, and the training and the validation
+/// part.
+fn of_tables(
+    dir: &Path,
+    options: &FolderOptions,
+    progress: &Progress<'_>,
+) -> Result<(Targets, Vec<String>, [PartFiles; 2]), DataError> {
+    let finder = Finder::new(dir, options, progress)?;
+    let (train, validation) = training_tables(dir)?;
+    let tables = [Some(&train), validation.as_ref()].into_iter().flatten();
+    let kind = Kind::of(tables.clone())?;
+    let names = kind.names(tables)?;
+    let (train, skipped) = finder.files(&train, (&kind, &names))?;
+    let validation = validation.map(|table| finder.files(&table, (&kind, &names))).transpose()?;
+    let parts = match validation {
+        Some(validation) => [(train, skipped), validation],
+        None => {
+            let (train, validation) = split(dir, &options.split(), sorted(train))?;
+            [(train, skipped), (validation, Skipped::new())]
+        }
+    };
+    Ok((kind.targets, names, parts))
+}
+
+/// Loads one part for evaluation: the images of that part by the table's column `split`, or of the table or the labels' folders in the
+/// part's folder. Without a name it is all of the table in `dir`, or all in its folders. The names are those of the labels, numbers or
+/// classes of the training set, and `targets` are its.
 ///
 /// # Errors
 /// As [`labels`]; [`DataError::Missing`] if there is no such part; [`DataError::Inconsistent`] if `options` ask for a normalisation that
 /// only the training part could give.
 pub fn labels_part(
     dir: &Path,
-    (PhotoPart { name, class_names }, targets): (PhotoPart<'_>, Targets),
+    (part, targets): (PhotoPart<'_>, Targets),
     options: &FolderOptions,
     progress: &Progress<'_>,
 ) -> Result<PhotoFolder, DataError> {
     threads()?;
     options.check()?;
     let numbers = options.normalisation.of_part(options.preparation.channels)?;
-    let finder = Finder::new(dir, options, progress)?;
-    let table = part_table(dir, name)?;
-    let found = Kind::of([&table].into_iter())?;
-    // A part may show fewer kinds of values than the training set: a column of numbers that are 0 or 1 here.
-    let kind = Kind { targets: Kind::shape_of(targets), ..found };
-    let (files, skipped) = finder.files(&table, (&kind, class_names))?;
-    if files.is_empty() {
-        return Err(DataError::malformed(&table.file, "contents", "images of the part", "none"));
-    }
-    Ok(PhotoFolder {
-        info: info(options, (kind.targets, class_names), &numbers),
-        dir: dir.into(),
-        options: options.clone(),
-        class_names: class_names.into(),
-        cache: Arc::new(Cache::new(files.len(), &Budget::new(options.cache_bytes))?),
-        files,
-        skipped,
-        scale: None,
-    })
+    let targets = Kind::shape_of(targets);
+    let names = part.class_names;
+    let (files, skipped) = match has_folders_of(dir, part.name) && !has_table(dir) {
+        true => label_folders::part(dir, (part, targets), options, progress)?,
+        false => {
+            let finder = Finder::new(dir, options, progress)?;
+            let table = part_table(dir, part.name)?;
+            // A part may show fewer kinds of values than the training set: a column of numbers that are 0 or 1 here.
+            let kind = Kind { targets, ..Kind::of([&table].into_iter())? };
+            let (files, skipped) = finder.files(&table, (&kind, names))?;
+            if files.is_empty() {
+                return Err(DataError::malformed(&table.file, "contents", "images of the part", "none"));
+            }
+            (files, skipped)
+        }
+    };
+    Set::new(dir, options, names, info(options, (targets, names), &numbers)).part(files, skipped)
 }
 
-/// The parts that a folder's table tells of, or that have tables of their own.
+/// The parts that a folder's table tells of, or that have tables or folders of labels of their own.
 ///
 /// # Errors
 /// As [`labels`], if the table cannot be read.
 pub fn label_parts(dir: &Path) -> Result<BTreeSet<String>, DataError> {
     if !dir.join(TABLE).is_file() {
-        let has_table = |part: &&&str| dir.join(part).join(TABLE).is_file();
-        return Ok(PARTS.iter().filter(has_table).map(|part| (*part).to_owned()).collect());
+        let has_labels = |part: &&&str| {
+            let part = dir.join(part);
+            part.join(TABLE).is_file() || label_folders::are_at(&part)
+        };
+        return Ok(PARTS.iter().filter(has_labels).map(|part| (*part).to_owned()).collect());
     }
     let table = Table::read(dir, Path::new(""))?;
     Ok(table.rows.into_iter().filter_map(|row| row.part).collect())

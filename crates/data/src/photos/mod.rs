@@ -1,10 +1,11 @@
-//! Data sets that are folders of photographs: classified by folder, with a table of labels or numbers, or with a class for each pixel; and
+//! Data sets that are folders of photographs: classified by folder, with labels or numbers, or with a class for each pixel; and
 //! single photographs.
 //!
 //! ```text
 //! DIR/train/CLASS/IMAGE         DIR/val/CLASS/IMAGE    and test     folder: a class for each image
 //! DIR/CLASS/IMAGE                                                   the same, a share is for validation
 //! DIR/labels.csv                                                    labels: any number of labels for each image, numbers, or a class
+//! DIR/labels/LABEL/IMAGE                                            labels: an image lies in the folder of each of its labels
 //! DIR/train/images/NAME.jpg     DIR/train/masks/NAME.png            masks: a class for each pixel; val and test likewise
 //! DIR/images/NAME.jpg           DIR/masks/NAME.png                  the same, a share is for validation
 //! ```
@@ -27,6 +28,7 @@ mod decode;
 mod folder;
 mod geometry;
 mod heat;
+mod label_folders;
 mod labels;
 mod layout;
 mod listing;

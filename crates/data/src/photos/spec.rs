@@ -6,7 +6,7 @@ use super::super::{DataError, DatasetInfo, DatasetSpec, LoadOptions, Targets};
 use super::augmentation::PhotoAugmentation;
 use super::folder::{FolderOptions, folder};
 use super::geometry::{Preparation, setting};
-use super::labels::{has_table, labels};
+use super::labels::{has_labels, labels};
 use super::masks::{MaskOptions, NO_CLASS, has_masks, masks};
 use super::measure::Normalisation;
 
@@ -111,20 +111,21 @@ pub(crate) fn folder_spec() -> DatasetSpec {
     .of_photos()
 }
 
-/// Photographs with labels or numbers, which a table gives.
+/// Photographs with labels or numbers, which a table or folders give.
 pub(crate) fn labels_spec() -> DatasetSpec {
     let usual = DatasetInfo::of_noise("labels", [3, 224, 224], 2, Targets::Labels { count: 2 });
     DatasetSpec::new(
         "labels",
-        "Your own photographs with a table: in --data-dir, images and labels.csv, whose columns are an image's file and its labels (0 or 1), \
-         numbers, or class",
+        "Your own photographs with labels: in --data-dir, images and labels.csv, whose columns are an image's file and its labels (0 or 1), \
+         numbers, or class; or labels/LABEL/IMAGE, with an image in the folder of each of its labels",
         |options| Ok(labels(place(options)?, &options.photos.for_folder(options.seed), options.progress)?),
     )
     .with_info_of_any_size(usual)
     .with_model("resnet18")
     .with_files(
-        has_table,
-        "Name the folder with --data-dir. It holds labels.csv, or train/labels.csv and val/labels.csv, whose first column names images",
+        has_labels,
+        "Name the folder with --data-dir. It holds labels.csv, or train/labels.csv and val/labels.csv, whose first column names images; or \
+         labels/LABEL/IMAGE",
     )
     .of_photos()
 }

@@ -40,8 +40,9 @@ impl DrySteps {
     ) -> Result<DrySteps> {
         // Values on a dry device are meaningless, so a loss may be NaN.
         let mut config = TrainingConfig { stop_on_nan: false, ..config };
-        // The steps that train everything take the most.
+        // The steps that train everything on images of full size take the most.
         config.parameters.frozen_steps = 0;
+        config.progressive = None;
         let device = device.dry();
         let mut dry = DrySteps { trainer: Trainer::new(&device, config, data)?, kinds: Vec::new() };
         let weights = blocks::weights(dry.model());

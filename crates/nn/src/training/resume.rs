@@ -50,6 +50,9 @@ struct Settings {
     /// Absent from older checkpoints.
     #[serde(default)]
     mixing: Mixing,
+    /// See [`super::ProgressiveResizing`]; its epochs may be others, as a run may get longer.
+    #[serde(default)]
+    initial_scale: Option<f64>,
     /// See [`crate::data::Dataset::variation`].
     #[serde(default)]
     variation: Option<String>,
@@ -188,6 +191,7 @@ impl Trainer {
             sampling: self.config.sampling,
             augmentation: self.config.augmentation,
             mixing: self.config.mixing,
+            initial_scale: self.config.progressive.map(|progressive| progressive.initial_scale),
             variation: self.data.train.variation(),
         }
     }

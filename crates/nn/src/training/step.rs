@@ -65,6 +65,7 @@ impl Trainer {
             self.thawed_later.drain(..).for_each(|parameter| parameter.set_trained(true));
         }
         self.optimizer.set_learning_rate(self.learning_rate());
+        self.resize()?;
         let ranks = self.parallel.communicator();
         let shard = self.sampler.batch(self.batch, ranks.rank(), ranks.world_size());
         self.random.set_first_sample(shard.first as u64);
@@ -119,7 +120,14 @@ impl Trainer {
         let (loading, start) = (span("data"), Instant::now());
         // Request the batches in the order in which steps need them.
         if self.train_loader.workers() > 0 {
-            (0..=AHEAD).for_each(|ahead| self.train_loader.load_ahead(&self.request(ahead)));
+            // An epoch of another size has a loader of its own.
+            let is_of_size = |ahead: &usize| {
+                let epoch = self.epoch + (self.batch + ahead) / self.batches_per_epoch();
+                self.image_size(epoch) == self.image_size(self.epoch)
+            };
+            (0..=AHEAD)
+                .filter(is_of_size)
+                .for_each(|ahead| self.train_loader.load_ahead(&self.request(ahead)));
         }
         let (images, targets) = batch(&self.device, &self.train_loader, &self.request(0))?;
         drop(loading);

@@ -33,6 +33,7 @@ mod own_model;
 mod planner;
 mod pointwise;
 mod precision;
+mod progressive;
 mod python_names;
 mod ready;
 mod recipes;

@@ -80,6 +80,11 @@ pub(crate) struct RecipeArgs {
     #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = not_negative, help_heading = "Training")]
     pub(crate) cutmix: f64,
 
+    /// Begin with smaller photographs, which train faster: 0.5 shows half of their height and width in the first epochs, then three quarters,
+    /// and the full size in the last fifth of the epochs.
+    #[arg(long, value_name = "SCALE", value_parser = share, help_heading = "Training")]
+    pub(crate) progressive: Option<f64>,
+
     /// The weight of each class in the loss: `balanced` lets rare classes count as much as common ones; or numbers in the order of
     /// the classes: 1,2.5,1.
     #[arg(long, value_name = "balanced|X,X,...", value_parser = class_weights, help_heading = "Training")]
@@ -190,6 +195,7 @@ impl RecipeArgs {
             ema,
             mixup,
             cutmix,
+            progressive,
             class_weights,
         } = self;
         vec![
@@ -208,6 +214,7 @@ impl RecipeArgs {
             ("--ema", given(ema)),
             ("--mixup", mixup.to_string()),
             ("--cutmix", cutmix.to_string()),
+            ("--progressive", given(progressive)),
             ("--class-weights", given(&class_weights.as_ref().map(|weights| format!("{weights:?}")))),
         ]
     }
