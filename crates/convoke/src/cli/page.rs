@@ -6,6 +6,10 @@ use crate::Isa;
 
 use super::system;
 
+/// A narrow screen shows this many columns of a table beside each other.
+const MOST_COLUMNS: usize = 4;
+/// Cells of more letters, such as `15.3 ms to 16.0 ms`, take several lines on a narrow screen.
+const LONG: usize = 12;
 const STYLE: &str = include_str!("report.css");
 
 /// A whole page with this title, style and footer included.
@@ -44,22 +48,35 @@ pub(crate) fn values(rows: Vec<Vec<String>>) -> String {
 /// The cells as HTML; a single run needs no heading. Cells that list something may take several lines.
 pub(crate) fn table(rows: &[Vec<String>]) -> String {
     let (head, body) = rows.split_first().expect("a table has a heading");
-    let cells = |cells: &[String], tag: &str| -> String {
-        // A name like fused/separate may be broken where it is narrow.
-        let cell = |cell: &String| {
-            let list = if tag == "td" && cell.contains(", ") { " class=\"list\"" } else { "" };
-            format!("<{tag}{list}>{}</{tag}>", escape(cell).replace('/', "/<wbr>"))
+    // On a narrow screen each row of a wide table is a list, so its cells tell what they are.
+    let is_wide = head.len() > MOST_COLUMNS;
+    // A name like fused/separate may be broken where it is narrow.
+    let text = |cell: &String| escape(cell).replace('/', "/<wbr>");
+    let value = |(name, cell): (&String, &String)| {
+        let class = match (cell.contains(", "), cell.chars().count() > LONG) {
+            (true, _) => " class=\"list\"",
+            (false, true) => " class=\"long\"",
+            (false, false) => "",
         };
-        cells.iter().map(cell).collect()
+        let name = if is_wide { format!(" data-name=\"{}\"", escape(name)) } else { String::new() };
+        format!("<td{class}{name}>{}</td>", text(cell))
     };
+    let row = |row: &Vec<String>| {
+        let values: String = head.iter().zip(row).skip(1).map(value).collect();
+        // So may one like layer2.0.conv1.
+        format!("<tr><th>{}</th>{values}</tr>\n", text(&row[0]).replace('.', ".<wbr>"))
+    };
+    let body: String = body.iter().map(row).collect();
+    let heading = |cell: &String| format!("<th>{}</th>", text(cell));
     let head = match head.len() {
         2 => String::new(),
-        _ => format!("<thead><tr>{}</tr></thead>\n", cells(head, "th")),
+        _ => format!("<thead><tr>{}</tr></thead>\n", head.iter().map(heading).collect::<String>()),
     };
-    let row = |row: &Vec<String>| format!("<tr>{}{}</tr>\n", cells(&row[..1], "th"), cells(&row[1..], "td"));
-    let body: String = body.iter().map(row).collect();
+    let class = if is_wide { " class=\"wide\"" } else { "" };
     // `tabindex` lets the table take the focus, so that keys can scroll it.
-    format!("<div class=\"table\" tabindex=\"0\"><table>\n{head}<tbody>\n{body}</tbody>\n</table></div>")
+    format!(
+        "<div class=\"table\" tabindex=\"0\"><table{class}>\n{head}<tbody>\n{body}</tbody>\n</table></div>"
+    )
 }
 
 /// Parts of a page that stand beside each other on wide screens; empty ones are left out.

@@ -210,7 +210,7 @@ impl Judged {
         let longest = names.iter().map(|name| name.chars().count()).max().unwrap_or(0).min(LONGEST);
         // Letters are up to 12 units wide, on narrow screens.
         let margin = if named { 16.0 + 12.0 * longest as f64 } else { 24.0 };
-        let cell = ((chart::SIZE.0 - margin) / classes as f64).min(120.0);
+        let cell = ((chart::SIZE.0 - margin) / classes as f64).min(200.0);
         let [width, height] = [margin + cell * classes as f64 + 2.0; 2];
         let mut svg = chart::open("", height.round(), "how often each class was taken for each");
         let _ = writeln!(

@@ -26,7 +26,8 @@ fn page(results: &Results) -> String {
     let table = format!("<h2>The run</h2>\n{}{verdict}{}", table(&summary::rows(results)), modes(runs));
     let settings = [
         ("optimizer", runs[0].optimizer.to_owned()),
-        ("learning rate", format!("{}", runs[0].learning_rate)),
+        // Such as 1e30.
+        ("learning rate", format!("{:?}", runs[0].learning_rate)),
         ("precision", runs[0].precision.to_string()),
         ("batch size", runs[0].batch_size.to_string()),
         ("seed", runs[0].seed.to_string()),

@@ -55,6 +55,8 @@ function check(frame) {
   for (const element of own) {
     const box = element.getBoundingClientRect();
     const scrolled = ancestors(element.parentElement).some((at) => ["auto", "scroll"].includes(style(at).overflowX));
+    if (element.scrollWidth > element.clientWidth + 1 && ["auto", "scroll"].includes(style(element).overflowX))
+      find(`shows ${element.clientWidth} of ${element.scrollWidth} pixels`, element);
     if (!scrolled && box.right > view.innerWidth + 0.5) find(`ends at ${box.right} of ${view.innerWidth}`, element);
 
     const says = [...element.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && node.data.trim());

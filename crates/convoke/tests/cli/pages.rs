@@ -156,7 +156,7 @@ fn pages_are_readable() {
 fn unreadable_pages_are_found() {
     let Some(browser) = browser() else { return };
     let page = "<!doctype html><style>body { color: #999; background: #fff }</style><h1>pale</h1>\
-                <p style=\"width: 1200px\">wide</p><ul><li><i style=\"background: #eee\"></i>sample</li></ul>\
+                <p style=\"width: 1200px\">wide</p><div style=\"overflow-x: auto\"><p style=\"width: 1300px\">cut</p></div><ul><li><i style=\"background: #eee\"></i>sample</li></ul>\
                 <svg width=\"100\" height=\"50\" viewBox=\"0 0 100 50\"><circle r=\"4\" cx=\"20\" cy=\"20\"/>\
                 <path d=\"M0 0h9\" style=\"fill: none\"/><rect style=\"fill: #eee\" x=\"9\" y=\"9\" width=\"9\" height=\"9\"/>\
                 <text x=\"80\" y=\"20\">beyond</text><text x=\"0\" y=\"40\">one</text><text x=\"5\" y=\"40\">two</text>\
@@ -165,6 +165,7 @@ fn unreadable_pages_are_found() {
         let findings = found["findings"].to_string();
         for what in [
             "the page is 1",
+            "of 1300 pixels",
             "letters with a contrast of 2.8",
             "a sample with a contrast",
             "a black shape",
