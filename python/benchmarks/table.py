@@ -5,7 +5,7 @@
     python benchmarks/table.py page table.json [MORE.json ...] --markdown docs/table.md --svg docs/images/table.svg [--html table.html]
 
 `run` takes an hour or two, on a machine without other work, and writes what it has after each network: started again, it goes on where
-it was. `page` makes a page of it. NETWORK is a name as in the list below; without any, all of them run. Networks of timm and
+it was, and another --precision adds to what is there. `page` makes a page of it. NETWORK is a name as in the list below; without any, all of them run. Networks of timm and
 segmentation_models_pytorch need these packages.
 """
 
@@ -96,27 +96,34 @@ def run_all(arguments):
     if (table["machine"], table["threads"]) != (machine, threads):
         sys.exit(f"error: {arguments.file} is of {table['machine']} and {table['threads']} threads: name another file")
     chosen = [entry for entry in NETWORKS if not arguments.networks or entry[1] in arguments.networks]
-    missing = [entry for entry in chosen if entry[1] not in table["results"]]
+    missing = [(name, task, left) for _, name, task in chosen if (left := precisions_left(table, name, precisions))]
     start = time.monotonic()
-    for count, (_, name, task) in enumerate(missing):
+    for count, (name, task, wanted) in enumerate(missing):
         spent = time.monotonic() - start
         left = f", about {math.ceil(spent / count * (len(missing) - count) / 60)} minutes left" if count else ""
         print(f"{len(chosen) - len(missing) + count + 1} of {len(chosen)}: {name}{left}", file=sys.stderr, flush=True)
         task = Task(task.model, task.batch, task.size, threads)
         try:
-            result = benchmark.measure(task, precisions, rounds=arguments.rounds)
+            result = benchmark.measure(task, wanted, rounds=arguments.rounds)
         except (Mistake, Failure) as error:
             print(f"  {name} is left out: {error}", file=sys.stderr, flush=True)
             continue
         values = result.as_json()
         # A model of this repository has a path of this machine in its name.
         values["task"]["model"] = values["task"]["model"].rpartition("/")[2] if str(OWN) in task.model else task.model
-        table["results"][name] = values
+        known = table["results"].setdefault(name, values)
+        known["settings"].update(values["settings"])
         table["date"] = datetime.date.today().isoformat()
         write(arguments.file, json.dumps(table, indent=1) + "\n")
-        for precision in precisions:
+        for precision in wanted:
             peer = result.best_peer(precision)
             print(f"  {precision}: {result.ratio(ours_in(precision), peer):.2f} of {peer}", file=sys.stderr, flush=True)
+
+
+def precisions_left(table, name, precisions):
+    """The precisions in which a network has not been measured."""
+    settings = table["results"].get(name, {}).get("settings", {})
+    return tuple(precision for precision in precisions if ours_in(precision) not in settings)
 
 
 def make_page(arguments):

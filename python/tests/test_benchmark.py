@@ -1,5 +1,6 @@
 """`python -m torch_convoke.benchmark`, and the page of the table: what is measured, what is said of it, and mistakes."""
 
+import argparse
 import importlib.util
 import json
 import os
@@ -164,18 +165,47 @@ def test_what_is_said():
     assert "no compiler" in table(made_up(0.1))
 
 
-def test_the_page(tmp_path):
-    file = Path(__file__).resolve().parents[1] / "benchmarks" / "table.py"
-    spec = importlib.util.spec_from_file_location("table_of_training", file)
+TABLE = Path(__file__).resolve().parents[1] / "benchmarks" / "table.py"
+
+
+@pytest.fixture
+def page():
+    spec = importlib.util.spec_from_file_location("table_of_training", TABLE)
     page = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(page)
+    return page
+
+
+def test_a_precision_is_added_to_what_is_there(page, tmp_path, monkeypatch):
+    file = tmp_path / "table.json"
+    asked = []
+
+    def measured(task, precisions, rounds):
+        asked.append((task.model, precisions))
+        result = made_up(0.1)
+        result.settings = {}
+        for precision in precisions:
+            result.settings |= made_up(0.1, "" if precision == "f32" else f"-{precision}").settings
+        return result
+
+    monkeypatch.setattr(page.benchmark, "measure", measured)
+    options = {"file": file, "networks": ["resnet18"], "threads": 2, "rounds": 3}
+    for precision in ["f32", "f32", "both", "both"]:
+        page.run_all(argparse.Namespace(**options, precision=precision))
+    # What is known is not measured again.
+    assert asked == [("resnet18", ("f32",)), ("resnet18", ("bf16",))]
+    settings = json.loads(file.read_text())["results"]["resnet18"]["settings"]
+    assert set(settings) == {f"{engine}{precision}" for engine in ("eager", "compiled", "convoke") for precision in ("", "-bf16")}
+
+
+def test_the_page(page, tmp_path):
     assert len({name for _, name, _ in page.NETWORKS}) == len(page.NETWORKS) >= 24
     results = {"resnet18": made_up(0.1).as_json(), "resnet50": made_up(0.25).as_json()}
     source = tmp_path / "table.json"
     source.write_text(json.dumps({"machine": "A <processor>", "threads": 2, "date": "2026-01-01", "results": results}))
     outputs = [tmp_path / "docs" / name for name in ("table.md", "table.svg", "table.html")]
     done = subprocess.run(
-        [sys.executable, file, "page", source, "--markdown", outputs[0], "--svg", outputs[1], "--html", outputs[2]],
+        [sys.executable, TABLE, "page", source, "--markdown", outputs[0], "--svg", outputs[1], "--html", outputs[2]],
         capture_output=True,
         text=True,
     )
