@@ -166,20 +166,17 @@ impl TrainingConfig {
         let Some(progressive) = self.progressive else { return Ok(()) };
         progressive.check()?;
         let info = data.info();
-        let size = progressive.size(0, [info.height, info.width]);
-        let Some(smaller) = data.resized(size) else {
-            return Err(ConfigError::OneImageSize { data: info.name.clone() });
-        };
-        let first = self.seen(smaller.info()).and_then(|seen| self.model.check(&seen));
-        first.map_err(|error| ConfigError::FirstImages(error.into()))
+        let first = progressive.first(info);
+        resized(data, [first.height, first.width])?;
+        let fits = self.seen(&first).and_then(|seen| self.model.check(&seen));
+        fits.map_err(|error| ConfigError::FirstImages(error.into()))
     }
 
     /// Fails if the model would be another one for the smaller images of the first epochs.
     fn check_model_of_sizes(&self, device: &Device, model: &dyn Module, info: &DatasetInfo) -> Result<()> {
         let Some(progressive) = self.progressive else { return Ok(()) };
-        let [height, width] = progressive.size(0, [info.height, info.width]);
-        let smaller = DatasetInfo { height, width, ..info.clone() };
-        let other = self.build(&Init::new(&device.dry(), self.seed), &self.seen(&smaller)?)?;
+        let first = progressive.first(info);
+        let other = self.build(&Init::new(&device.dry(), self.seed), &self.seen(&first)?)?;
         let shapes = |model: &dyn Module| -> Vec<(String, Vec<usize>)> {
             let parameters = model.parameters();
             parameters.iter().map(|(name, own)| (name.clone(), own.value().shape().to_vec())).collect()
@@ -187,7 +184,8 @@ impl TrainingConfig {
         match shapes(model) == shapes(other.as_ref()) {
             true => Ok(()),
             false => {
-                Err(ConfigError::OneModelSize { model: self.model.name().to_owned(), height, width }.into())
+                let (model, height, width) = (self.model.name().to_owned(), first.height, first.width);
+                Err(ConfigError::OneModelSize { model, height, width }.into())
             }
         }
     }
@@ -434,10 +432,11 @@ impl Trainer {
         if [info.height, info.width] == size {
             return Ok(());
         }
-        let full = [self.data.train.info().height, self.data.train.info().width];
-        let resized = if size == full { None } else { self.data.train.resized(size) };
-        let data = resized.as_ref().unwrap_or(&self.data.train);
-        self.train_loader = loader(data, self.train_loader.workers())?;
+        let data = match size == self.image_size(usize::MAX) {
+            true => self.data.train.clone(),
+            false => resized(self.data.train.as_ref(), size)?,
+        };
+        self.train_loader = loader(&data, self.train_loader.workers())?;
         // Buffers of the last size would stay beside those of this one.
         self.device.trim();
         Ok(())
@@ -529,6 +528,11 @@ fn sampler(config: &TrainingConfig, data: &dyn Dataset) -> std::result::Result<S
         let found = if is_of_pixels { "a class for each pixel" } else { "values" };
         ConfigError::NothingToBalance { data: data.info().name.clone(), found }
     })
+}
+
+/// The same data with images of another size.
+fn resized(data: &dyn Dataset, size: [usize; 2]) -> std::result::Result<Arc<dyn Dataset>, ConfigError> {
+    data.resized(size).ok_or_else(|| ConfigError::OneImageSize { data: data.info().name.clone() })
 }
 
 fn loader(data: &Arc<dyn Dataset>, workers: usize) -> Result<Loader> {

@@ -98,7 +98,7 @@ pub struct PhotoFolder {
     dir: Arc<Path>,
     options: FolderOptions,
     class_names: Arc<[String]>,
-    files: Vec<File>,
+    files: Arc<[File]>,
     skipped: Skipped,
     scale: Option<ValueScale>,
     cache: Arc<Cache<Photo>>,
@@ -130,7 +130,7 @@ impl Set {
             options: self.options.clone(),
             class_names: self.class_names.clone(),
             cache: Arc::new(Cache::new(files.len(), &self.budget)?),
-            files,
+            files: files.into(),
             skipped,
             scale: self.scale.clone(),
         })
@@ -349,16 +349,8 @@ pub(super) fn info_of(
 /// The names of the classes: those of the folders in the training part that have images. The part is `below` the set's folder.
 fn classes(lister: &mut Lister<'_>, dir: &Path, below: &Path) -> Result<Vec<String>, DataError> {
     let folder = joined(dir, below);
+    let names = folders_with_images(lister, dir, (below, "class name"))?;
     let entries = lister.entries(below)?;
-    let mut names = Vec::new();
-    for entry in entries.iter().filter(|entry| entry.is_folder) {
-        let name = entry.name.to_str().ok_or_else(|| {
-            DataError::malformed(&folder.join(&entry.name), "class name", "UTF-8", "other bytes")
-        })?;
-        if lister.has_files(&below.join(name), &EXTENSIONS)? {
-            names.push(name.to_owned());
-        }
-    }
     let found = match names.len() {
         2..=MAX_CLASSES => return Ok(names),
         0 if entries.is_empty() => "an empty folder".to_owned(),
@@ -376,6 +368,56 @@ fn classes(lister: &mut Lister<'_>, dir: &Path, below: &Path) -> Result<Vec<Stri
     Err(DataError::malformed(&folder, "layout", format!("{LAYOUTS}; at least two classes"), found))
 }
 
+/// The names of the folders that have images, in a folder `below` the set's. `field` is what errors call a name.
+pub(super) fn folders_with_images(
+    lister: &Lister<'_>,
+    dir: &Path,
+    (below, field): (&Path, &'static str),
+) -> Result<Vec<String>, DataError> {
+    let mut names = Vec::new();
+    for name in lister.folders(below)? {
+        let utf8 = |name| DataError::malformed(&joined(dir, below).join(name), field, "UTF-8", "other bytes");
+        let name = name.into_string().map_err(utf8)?;
+        if lister.has_files(&below.join(&name), &EXTENSIONS)? {
+            names.push(name);
+        }
+    }
+    Ok(names)
+}
+
+/// A folder of a class or label, with its images.
+pub(super) struct Folder {
+    pub(super) path: PathBuf,
+    pub(super) images: Vec<PathBuf>,
+    /// The place of its name among the names that are known.
+    pub(super) place: usize,
+}
+
+/// The folders in a folder `below` the set's whose names are those of classes or labels, which `what` is one of. Those without images are
+/// left out; a name that is not known is an error.
+pub(super) fn known_folders(
+    lister: &mut Lister<'_>,
+    dir: &Path,
+    below: &Path,
+    (what, names): (&'static str, &[String]),
+) -> Result<Vec<Folder>, DataError> {
+    let mut folders = Vec::new();
+    for name in lister.folders(below)? {
+        let path = below.join(&name);
+        let images = lister.files(&path, &EXTENSIONS)?;
+        if images.is_empty() {
+            lister.leave_out(&path, &format!("a {what} without images"));
+            continue;
+        }
+        let Some(place) = names.iter().position(|known| name == known.as_str()) else {
+            let expected = format!("a {what} of the training part");
+            return Err(DataError::malformed(&dir.join(path), what, expected, "one that it lacks"));
+        };
+        folders.push(Folder { path, images, place });
+    }
+    Ok(folders)
+}
+
 /// The images of a part, by class.
 fn files(
     lister: &mut Lister<'_>,
@@ -384,18 +426,8 @@ fn files(
     class_names: &[String],
 ) -> Result<Vec<File>, DataError> {
     let mut files = Vec::new();
-    for name in lister.folders(below)? {
-        let folder = below.join(&name);
-        let found = lister.files(&folder, &EXTENSIONS)?;
-        if found.is_empty() {
-            lister.leave_out(&folder, "a class without images");
-            continue;
-        }
-        let Some(class) = class_names.iter().position(|class| name == class.as_str()) else {
-            let expected = "a class of the training part";
-            return Err(DataError::malformed(&dir.join(folder), "class", expected, "one that it lacks"));
-        };
-        files.extend(found.into_iter().map(|path| File { path, target: FileTarget::Class(class) }));
+    for Folder { images, place, .. } in known_folders(lister, dir, below, ("class", class_names))? {
+        files.extend(images.into_iter().map(|path| File { path, target: FileTarget::Class(place) }));
     }
     match files.is_empty() {
         true => Err(DataError::malformed(&joined(dir, below), "layout", LAYOUTS, "no folder of a class")),

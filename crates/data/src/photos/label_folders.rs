@@ -14,7 +14,9 @@ use std::io::{self, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 use super::super::{DataError, MAX_CLASSES, Progress, Targets};
-use super::folder::{File, FileTarget, FolderOptions, checked, split};
+use super::folder::{
+    File, FileTarget, Folder, FolderOptions, checked, folders_with_images, known_folders, split,
+};
 use super::labels::PartFiles;
 use super::layout::{Layout, PhotoPart, part_folder};
 use super::listing::{EXTENSIONS, Lister, has_extension, joined};
@@ -86,15 +88,7 @@ pub(super) fn part(
 /// The names of the labels: those of the folders that have images. The part is `below` the set's folder.
 fn names(lister: &Lister<'_>, dir: &Path, below: &Path) -> Result<Vec<String>, DataError> {
     let labels = below.join(LABELS);
-    let mut names = Vec::new();
-    for name in lister.folders(&labels)? {
-        let name = name.into_string().map_err(|name| {
-            DataError::malformed(&dir.join(&labels).join(name), "label", "a name in UTF-8", "other bytes")
-        })?;
-        if lister.has_files(&labels.join(&name), &EXTENSIONS)? {
-            names.push(name);
-        }
-    }
+    let names = folders_with_images(lister, dir, (&labels, "label name"))?;
     match (1..=MAX_CLASSES).contains(&names.len()) {
         true => Ok(names),
         false => {
@@ -113,18 +107,8 @@ fn files(
 ) -> Result<Vec<File>, DataError> {
     let mut found: BTreeMap<PathBuf, Found> = BTreeMap::new();
     let labels = below.join(LABELS);
-    for name in lister.folders(&labels)? {
-        let folder = labels.join(&name);
-        let images = lister.files(&folder, &EXTENSIONS)?;
-        if images.is_empty() {
-            lister.leave_out(&folder, "a label without images");
-            continue;
-        }
-        let Some(label) = names.iter().position(|known| name == known.as_str()) else {
-            let expected = "a label of the training part";
-            return Err(DataError::malformed(&dir.join(folder), "label", expected, "one that it lacks"));
-        };
-        add(&mut found, images, &folder, Some(label));
+    for Folder { path, images, place } in known_folders(lister, dir, &labels, ("label", names))? {
+        add(&mut found, images, &path, Some(place));
     }
     let folder = below.join(IMAGES);
     if joined(dir, &folder).is_dir() {

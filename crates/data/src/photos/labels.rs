@@ -27,7 +27,7 @@ use super::super::{
 };
 use super::folder::{File, FileTarget, FolderOptions, PhotoFolder, Set, info_of, open, split};
 use super::label_folders;
-use super::layout::{PARTS, PhotoPart, TEST, TRAIN, VALIDATION};
+use super::layout::{PARTS, PhotoPart, TEST, TRAIN, VALIDATION, names_of};
 use super::listing::{EXTENSIONS, check_within, has_extension, joined};
 use super::measure::{MeanAndStd, Skipped, sound};
 
@@ -63,10 +63,7 @@ fn has_folders(folder: &Path) -> bool {
 fn has_folders_of(folder: &Path, part: Option<&str>) -> bool {
     match part {
         None => label_folders::are_at(folder),
-        Some(part) if VALIDATION.contains(&part) => {
-            VALIDATION.iter().any(|part| label_folders::are_at(&folder.join(part)))
-        }
-        Some(part) => label_folders::are_at(&folder.join(part)),
+        Some(part) => names_of(part).iter().any(|name| label_folders::are_at(&folder.join(name))),
     }
 }
 
@@ -345,7 +342,7 @@ fn training_tables(dir: &Path) -> Result<(Table, Option<Table>), DataError> {
 /// The table of a part of this name, or all of the folder's own table.
 fn part_table(dir: &Path, part: Option<&str>) -> Result<Table, DataError> {
     let Some(part) = part else { return Table::read(dir, Path::new("")) };
-    let names = if VALIDATION.contains(&part) { &VALIDATION[..] } else { &[part] };
+    let names = names_of(part);
     let missing = || DataError::Missing {
         folder: dir.to_owned(),
         names: names.iter().map(|name| format!("{name}/{TABLE}")).collect(),

@@ -60,10 +60,15 @@ impl Layout {
     }
 }
 
+/// What a part of this name may be called: the validation part has several names.
+pub(super) fn names_of(part: &str) -> Vec<&str> {
+    if VALIDATION.contains(&part) { VALIDATION.to_vec() } else { vec![part] }
+}
+
 /// The folder of a part of this name, or the set's own folder.
 pub(super) fn part_folder(lister: &Lister<'_>, dir: &Path, part: Option<&str>) -> Result<PathBuf, DataError> {
     let Some(part) = part else { return Ok(PathBuf::new()) };
-    let names = if VALIDATION.contains(&part) { &VALIDATION[..] } else { &[part] };
+    let names = names_of(part);
     let folders = lister.folders(Path::new(""))?;
     let found = names.iter().find(|name| folders.iter().any(|folder| folder == *name));
     found.map(PathBuf::from).ok_or_else(|| DataError::Missing {

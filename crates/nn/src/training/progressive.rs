@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::ConfigError;
+use crate::data::DatasetInfo;
 
 /// Shows smaller images in the first epochs of a run, whose steps take less time then, as fastai's course and MosaicML's Composer do.
 ///
@@ -26,6 +27,12 @@ impl ProgressiveResizing {
             true => Ok(()),
             false => Err(ConfigError::InitialScale(self.initial_scale)),
         }
+    }
+
+    /// What data set the first epochs see of the one with this info.
+    pub(super) fn first(self, info: &DatasetInfo) -> DatasetInfo {
+        let [height, width] = self.size(0, [info.height, info.width]);
+        DatasetInfo { height, width, ..info.clone() }
     }
 
     /// Height and width in an epoch, from 0, of images that become as large as `full`.

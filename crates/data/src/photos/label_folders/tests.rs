@@ -32,6 +32,13 @@ fn known(part: &PhotoFolder) -> Vec<(String, Vec<f32>)> {
     (0..part.len()).map(of).collect()
 }
 
+/// The labels of each image of both parts, by its path, in order.
+fn all_known(parts: &TrainTest<PhotoFolder>) -> Vec<(String, Vec<f32>)> {
+    let mut all = [known(&parts.train), known(&parts.test)].concat();
+    all.sort_by(|a, b| a.0.cmp(&b.0));
+    all
+}
+
 #[test]
 fn an_image_has_the_label_of_each_folder_that_it_lies_in() {
     let folder = tempfile::tempdir().unwrap();
@@ -50,8 +57,7 @@ fn an_image_has_the_label_of_each_folder_that_it_lies_in() {
     assert_eq!(parts.train.class_names(), ["cat", "dog"]);
     assert_eq!(parts.train.info().targets, Targets::Labels { count: 2 });
     assert_eq!((parts.train.len(), parts.test.len()), (3, 1));
-    let mut all = [known(&parts.train), known(&parts.test)].concat();
-    all.sort_by(|a, b| a.0.cmp(&b.0));
+    let all = all_known(&parts);
     let expected = [
         ("images/4.png", vec![0.0, 0.0]),
         ("images/far/3.png", vec![0.0, 1.0]),
@@ -143,8 +149,7 @@ fn links_stand_for_images_of_the_folder_alone() {
     fs::create_dir(dir.join("labels/cat")).unwrap();
     std::os::unix::fs::symlink("../../images/1.png", dir.join("labels/cat/1.png")).unwrap();
     let parts = load(dir, FolderOptions::default()).unwrap();
-    let mut all = [known(&parts.train), known(&parts.test)].concat();
-    all.sort_by(|a, b| a.0.cmp(&b.0));
+    let all = all_known(&parts);
     assert_eq!(all.into_iter().map(|image| image.1).collect::<Vec<_>>(), [[1.0, 0.0], [0.0, 1.0]]);
     write_scenes(other.path(), &["x.png"]);
     std::os::unix::fs::symlink(other.path().join("x.png"), dir.join("labels/cat/x.png")).unwrap();
