@@ -68,6 +68,7 @@ functions! {
         stream_wait: fn(Handle) -> Status,
         stream_destroy: fn(Handle) -> Status,
         memory_create: fn(*mut Handle, Descriptor, Handle, *mut c_void) -> Status,
+        memory_set_data_handle: fn(Handle, *mut c_void) -> Status,
         memory_destroy: fn(Handle) -> Status,
         memory_desc_get_size: fn(Descriptor) -> usize,
         memory_desc_equal: fn(Descriptor, Descriptor) -> c_int,
@@ -193,7 +194,7 @@ impl Drop for Owned {
 // SAFETY: oneDNN's documentation binds none of its objects to the thread that made it.
 unsafe impl Send for Owned {}
 // SAFETY: after creation engines, primitives and descriptors are only read; executing a primitive whose scratchpad is
-// the caller's is documented as thread-safe. Streams and memory objects never leave the call that makes them.
+// the caller's is documented as thread-safe. Streams and memory objects belong to one run at a time, which has them mutably.
 unsafe impl Sync for Owned {}
 
 /// How oneDNN's build runs its threads.
@@ -210,10 +211,6 @@ struct OpenMp {
     set_num_threads: unsafe extern "C" fn(c_int),
     get_dynamic: unsafe extern "C" fn() -> c_int,
     set_dynamic: unsafe extern "C" fn(c_int),
-    get_thread_limit: unsafe extern "C" fn() -> c_int,
-    get_level: unsafe extern "C" fn() -> c_int,
-    get_max_active_levels: unsafe extern "C" fn() -> c_int,
-    set_max_active_levels: unsafe extern "C" fn(c_int),
 }
 
 impl OpenMp {
@@ -227,10 +224,6 @@ impl OpenMp {
                 set_num_threads: symbol(library, "omp_set_num_threads")?,
                 get_dynamic: symbol(library, "omp_get_dynamic")?,
                 set_dynamic: symbol(library, "omp_set_dynamic")?,
-                get_thread_limit: symbol(library, "omp_get_thread_limit")?,
-                get_level: symbol(library, "omp_get_level")?,
-                get_max_active_levels: symbol(library, "omp_get_max_active_levels")?,
-                set_max_active_levels: symbol(library, "omp_set_max_active_levels")?,
             })
         }
     }
@@ -241,8 +234,6 @@ struct Restore<'a> {
     openmp: &'a OpenMp,
     threads: c_int,
     dynamic: c_int,
-    /// Only where a primitive has several threads.
-    levels: Option<c_int>,
 }
 
 impl Drop for Restore<'_> {
@@ -251,9 +242,6 @@ impl Drop for Restore<'_> {
         unsafe {
             (self.openmp.set_num_threads)(self.threads);
             (self.openmp.set_dynamic)(self.dynamic);
-            if let Some(levels) = self.levels {
-                (self.openmp.set_max_active_levels)(levels);
-            }
         }
     }
 }
@@ -368,46 +356,28 @@ impl OneDnn {
         &self.version
     }
 
-    /// Whether [`OneDnn::with_threads`] can keep to a budget of `threads`.
-    pub(super) fn check_threads(&self, threads: usize) -> Result<(), String> {
+    /// # Errors
+    /// If it runs on threads that [`OneDnn::on_one_thread`] cannot limit.
+    pub(super) fn check_threads(&self) -> Result<(), String> {
         match &self.threading {
-            Threading::Sequential => Ok(()),
-            Threading::OpenMp(openmp) => {
-                // SAFETY: it takes nothing and reads a setting.
-                let limit = unsafe { (openmp.get_thread_limit)() };
-                // Kernels that are split among more threads than OpenMP then starts would wait for the missing ones.
-                match usize::try_from(limit).is_ok_and(|limit| threads <= limit) {
-                    true => Ok(()),
-                    false => Err(format!("OpenMP is limited to {limit} threads")),
-                }
-            }
+            Threading::Sequential | Threading::OpenMp(_) => Ok(()),
             Threading::Unlimited(runtime) => {
                 Err(format!("this oneDNN runs on {runtime}, whose threads cannot be limited"))
             }
         }
     }
 
-    /// Runs `work`, which creates or executes primitives on the calling thread, with `threads` threads.
+    /// Runs `work`, which creates or executes primitives, on the calling thread alone.
     ///
     /// A primitive must be executed with as many threads as it was created with.
-    pub(super) fn with_threads<R>(&self, threads: usize, work: impl FnOnce() -> R) -> R {
+    pub(super) fn on_one_thread<R>(&self, work: impl FnOnce() -> R) -> R {
         let Threading::OpenMp(openmp) = &self.threading else { return work() };
-        // SAFETY: these functions read and set numbers of the calling thread. `threads` is positive, as thread budgets are, and
-        // no more than 1024.
+        // SAFETY: these functions read and set numbers of the calling thread.
         let _restore = unsafe {
-            let restore = Restore {
-                openmp,
-                threads: (openmp.get_max_threads)(),
-                dynamic: (openmp.get_dynamic)(),
-                levels: (threads > 1).then(|| (openmp.get_max_active_levels)()),
-            };
+            let (threads, dynamic) = ((openmp.get_max_threads)(), (openmp.get_dynamic)());
             (openmp.set_dynamic)(0);
-            // Inside of a parallel region, as where OpenMP's threads help convoke's, all threads of a primitive must start, too.
-            if let Some(levels) = restore.levels {
-                (openmp.set_max_active_levels)(levels.max((openmp.get_level)() + 1));
-            }
-            (openmp.set_num_threads)(threads as c_int);
-            restore
+            (openmp.set_num_threads)(1);
+            Restore { openmp, threads, dynamic }
         };
         work()
     }
@@ -468,8 +438,9 @@ mod tests {
         let Threading::OpenMp(openmp) = &onednn.threading else { return println!("{}", onednn.version()) };
         // SAFETY: it takes nothing and reads a setting.
         let threads = || unsafe { (openmp.get_max_threads)() };
-        let before = threads();
-        assert_eq!(onednn.with_threads(3, threads), 3);
-        assert_eq!(threads(), before);
+        // SAFETY: it sets a number of the calling thread.
+        unsafe { (openmp.set_num_threads)(3) };
+        assert_eq!(onednn.on_one_thread(threads), 1);
+        assert_eq!(threads(), 3);
     }
 }

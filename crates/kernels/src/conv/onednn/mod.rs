@@ -2,20 +2,23 @@
 //!
 //! In every run, weights are reordered into the layout that oneDNN wants. So are x and y where oneDNN has only a plain GEMM
 //! for their own layout, but a kernel for blocked channels. Everything is created in the plan; a run executes one to four
-//! primitives.
+//! primitives, on our threads.
 
+mod bands;
 mod binding;
 mod objects;
 
 use std::ffi::c_int;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use bands::Band;
 use binding::{OneDnn, onednn};
 use convoke_memory::{Alone, Reserve};
-use objects::{Geometry, Layout, MemoryDesc, Operand, Primitive, Stream};
+use objects::{Geometry, Layout, Memories, MemoryDesc, Primitive, Stream};
 
 use super::plan::{ConvAlgorithm, ConvPlan, Cost, NotApplicable, TypedKernel, kernel};
-use super::problem::{ConvProblem, ConvTypes, Pass};
+use super::problem::{ConvAxis, ConvProblem, ConvSpec, ConvTypes, Pass};
 use super::workspace::{LINE, aligned};
 use crate::{Cpu, Isa, MemoryFormat, elementwise};
 
@@ -45,7 +48,7 @@ impl ConvAlgorithm for External {
         let version = onednn_version().unwrap_or_default();
         let numbers = version.split(|c: char| !c.is_ascii_digit()).take(3);
         let number = numbers.fold(0, |sum, part| 100 * sum + part.parse::<u32>().unwrap_or(0) % 100);
-        10 * number + 2
+        10 * number + 3
     }
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
@@ -126,15 +129,12 @@ struct Reorder {
     offset: usize,
 }
 
-/// The batch in parts, each run by one of our threads. oneDNN's own threads would spin for some milliseconds after each call,
-/// waiting for the next, and take the processor from ours. If there are fewer images than threads, oneDNN has to use its own
-/// threads.
+/// The batch in parts, each run by one of our threads: some images, or, if there are fewer images than threads, a band of an image's
+/// rows. oneDNN's own threads would spin for some milliseconds after each call, waiting for the next, and take the processor from ours.
 struct Parts {
     onednn: &'static OneDnn,
     pass: Pass,
     parts: Vec<Part>,
-    /// OpenMP threads that each part runs with.
-    threads: usize,
     /// Elements of the weight.
     weight_len: usize,
     /// Given up for the first run, during which no other thread takes it. oneDNN and OpenMP allocate data of each thread at its first
@@ -147,12 +147,12 @@ const OF_CODE: usize = 16 << 20;
 /// Bytes of [`Parts::reserve`] for each thread.
 const OF_A_THREAD: usize = 512 << 10;
 
-#[derive(Clone)]
 struct Part {
-    /// Parts with the same number of images share it.
+    /// Parts that compute the same share it.
     convolution: Arc<Convolution>,
-    /// Elements of this part's x and y.
-    lens: [usize; 2],
+    /// Its elements of x and y.
+    x: Range<usize>,
+    y: Range<usize>,
 }
 
 impl Parts {
@@ -165,25 +165,41 @@ impl Parts {
         // oneDNN reports most allocations that fail, but by a C++ exception, whose first use on a thread allocates itself.
         let _alone = Alone::new();
         convoke_memory::check(OF_CODE).map_err(|error| error.to_string())?;
-        let count = if problem.batch < threads { 1 } else { threads };
-        let threads = threads / count;
-        onednn.check_threads(threads)?;
-        let make = |images: usize| {
-            let part = problem.with(|spec| spec.batch = images).map_err(|error| error.to_string())?;
-            let convolution = onednn.with_threads(threads, || Convolution::new(onednn, &part, pass))?;
-            let lens = [part.input_len(), part.output_len()];
-            Ok::<_, String>(Part { convolution: Arc::new(convolution), lens })
-        };
-        let (fewer, longer) = (problem.batch / count, problem.batch % count);
-        let mut parts = Vec::with_capacity(count);
-        for (images, count) in [(fewer + 1, longer), (fewer, count - longer)] {
-            if count > 0 {
-                parts.extend(std::iter::repeat_n(make(images)?, count));
+        onednn.check_threads()?;
+        let count = threads.min(problem.batch);
+        let bands = bands(problem, pass, threads.div_ceil(problem.batch));
+        let mut parts: Vec<Part> = Vec::with_capacity(count * bands.len());
+        let mut made: Vec<(ConvProblem, Arc<Convolution>)> = Vec::new();
+        for part in 0..count {
+            let image = |part: usize| (problem.batch as u128 * part as u128 / count as u128) as usize;
+            let images = image(part)..image(part + 1);
+            for band in &bands {
+                let change = |spec: &mut ConvSpec| (spec.batch, spec.height) = (images.len(), band.axis);
+                let part = problem.with(change).map_err(|error| error.to_string())?;
+                let known = made.iter().find(|(known, _)| *known == part).map(|(_, known)| known.clone());
+                let convolution = match known {
+                    Some(known) => known,
+                    None => {
+                        let new = onednn.on_one_thread(|| Convolution::new(onednn, &part, pass))?;
+                        made.push((part, Arc::new(new)));
+                        made[made.len() - 1].1.clone()
+                    }
+                };
+                let place = |len: usize, height: usize, rows: &Range<usize>| {
+                    let row = len / problem.batch / height;
+                    let start = (images.start * height + rows.start) * row;
+                    start..start + ((images.len() - 1) * height + rows.len()) * row
+                };
+                parts.push(Part {
+                    convolution,
+                    x: place(problem.input_len(), problem.height.input, &band.x),
+                    y: place(problem.output_len(), problem.height.output(), &band.y),
+                });
             }
         }
-        let reserve = Reserve::new(OF_A_THREAD * count * threads).map_err(|error| error.to_string())?;
+        let reserve = Reserve::new(OF_A_THREAD * parts.len()).map_err(|error| error.to_string())?;
         let reserve = Mutex::new(Some(reserve));
-        let made = Parts { onednn, pass, parts, threads, weight_len: problem.weight_len(), reserve };
+        let made = Parts { onednn, pass, parts, weight_len: problem.weight_len(), reserve };
         match made.workspace_len() {
             len if len > LARGEST => Err(format!("oneDNN needs a workspace of {len} elements")),
             _ => Ok(made),
@@ -200,19 +216,23 @@ impl Parts {
         if self.pass == Pass::BackwardWeights { (self.parts.len() - 1) * self.weight_len } else { 0 }
     }
 
-    /// Splits an operand of the whole batch: each part gets `len` elements.
-    fn split<'a>(&self, operand: &'a [f32], len: impl Fn(&Part) -> usize) -> Vec<&'a [f32]> {
-        let mut rest = operand;
-        let part = |part| rest.split_off(..len(part)).expect("the parts make up the batch");
+    /// Splits what the parts write one after the other: each gets `len` elements.
+    fn split_mut<'a>(&self, output: &'a mut [f32], len: impl Fn(&Part) -> usize) -> Vec<&'a mut [f32]> {
+        let mut rest = output;
+        let part = |part| rest.split_off_mut(..len(part)).expect("the parts make up the whole");
         self.parts.iter().map(part).collect()
     }
+}
 
-    /// As [`Parts::split`].
-    fn split_mut<'a>(&self, operand: &'a mut [f32], len: impl Fn(&Part) -> usize) -> Vec<&'a mut [f32]> {
-        let mut rest = operand;
-        let part = |part| rest.split_off_mut(..len(part)).expect("the parts make up the batch");
-        self.parts.iter().map(part).collect()
-    }
+/// Bands of an image's rows, `count` if they lie one after the other in memory and there are so many. Where all of a kernel may lie in
+/// padding, nothing is cut: for bands with millions of such columns oneDNN takes half a minute to make a plan.
+fn bands(problem: &ConvProblem, pass: Pass, count: usize) -> Vec<Band> {
+    let apart = problem.format == MemoryFormat::Contiguous
+        && (problem.input_shape()[1] > 1 || problem.output_shape()[1] > 1);
+    let usual = |axis: &ConvAxis| axis.pad_before.max(axis.pad_after) < axis.kernel_span();
+    let cuts = !apart && usual(&problem.height) && usual(&problem.width);
+    let cut = if cuts { Band::cut(&problem.height, pass, count) } else { None };
+    cut.unwrap_or_else(|| vec![Band::whole(&problem.height)])
 }
 
 impl TypedKernel<f32> for Parts {
@@ -224,23 +244,24 @@ impl TypedKernel<f32> for Parts {
             alone
         });
         let (sums, workspace) = workspace.split_at_mut(self.sums_len());
-        let same = |operand| vec![operand; self.parts.len()];
-        let ([x, y], weight) = ([|part: &Part| part.lens[0], |part: &Part| part.lens[1]], self.weight_len);
-        let (a, b, outputs) = match self.pass {
-            Pass::Forward => (self.split(a, x), same(b), self.split_mut(output, y)),
-            Pass::BackwardData => (self.split(a, y), same(b), self.split_mut(output, x)),
+        let outputs = match self.pass {
+            Pass::Forward => self.split_mut(output, |part| part.y.len()),
+            Pass::BackwardData => self.split_mut(output, |part| part.x.len()),
             Pass::BackwardWeights => {
-                let outputs = [&mut *output].into_iter().chain(sums.chunks_mut(weight));
-                (self.split(a, x), self.split(b, y), outputs.collect())
+                [&mut *output].into_iter().chain(sums.chunks_mut(self.weight_len)).collect()
             }
         };
         let workspaces = self.split_mut(workspace, |part| part.convolution.workspace_len);
-        let inputs = a.into_iter().zip(b);
-        let parts = self.parts.iter().zip(inputs).zip(outputs.into_iter().zip(workspaces));
-        cpu.for_each(usize::MAX, parts, |((part, (a, b)), (output, workspace))| {
-            self.onednn.with_threads(self.threads, || part.convolution.run([a, b], output, workspace));
+        let parts = self.parts.iter().zip(outputs.into_iter().zip(workspaces));
+        cpu.for_each(usize::MAX, parts, |(part, (output, workspace))| {
+            let inputs = match self.pass {
+                Pass::Forward => [&a[part.x.clone()], b],
+                Pass::BackwardData => [&a[part.y.clone()], b],
+                Pass::BackwardWeights => [&a[part.x.clone()], &b[part.y.clone()]],
+            };
+            self.onednn.on_one_thread(|| part.convolution.run(inputs, output, workspace));
         });
-        for sum in sums.chunks(weight) {
+        for sum in sums.chunks(self.weight_len) {
             elementwise::add_assign(cpu, sum.into(), output.into()).expect("both are weights");
         }
     }
@@ -255,6 +276,16 @@ struct Convolution {
     scratch: usize,
     /// Elements of the workspace.
     workspace_len: usize,
+    /// Objects of runs that have ended.
+    idle: Mutex<Vec<Objects>>,
+}
+
+/// What belongs to one run at a time.
+struct Objects {
+    stream: Stream,
+    /// Of the reorders of both inputs and of the output.
+    reorders: [Option<Memories<2>>; 3],
+    convolution: Memories<3>,
 }
 
 impl Convolution {
@@ -274,7 +305,34 @@ impl Convolution {
         let output = Tensor { role: output_role, plain: output, reorder };
         let scratch = workspace.place(workspace.scratch_bytes.max(primitive.scratch_bytes()));
         let workspace_len = workspace.len + LINE;
-        Ok(Convolution { onednn, primitive, inputs: [a?, b?], output, scratch, workspace_len })
+        let (inputs, idle) = ([a?, b?], Mutex::default());
+        let made = Convolution { onednn, primitive, inputs, output, scratch, workspace_len, idle };
+        let objects = made.objects()?;
+        made.idle().push(objects);
+        Ok(made)
+    }
+
+    fn tensors(&self) -> [&Tensor; 3] {
+        [&self.inputs[0], &self.inputs[1], &self.output]
+    }
+
+    fn objects(&self) -> Result<Objects, String> {
+        let reorder = |tensor: &Tensor, is_output: bool| {
+            let [plain, needed] = [tensor.plain.layout(), self.primitive.layout(tensor.role.1)];
+            let [from, to] = if is_output { [needed, plain] } else { [plain, needed] };
+            tensor.reorder.as_ref().map(|reorder| reorder.primitive.memories_of_copy(from, to)).transpose()
+        };
+        let [a, b, output] = self.tensors();
+        let tensors = self.tensors().map(|tensor| (tensor.role.0, self.primitive.layout(tensor.role.1)));
+        Ok(Objects {
+            stream: Stream::new(self.onednn)?,
+            reorders: [reorder(a, false)?, reorder(b, false)?, reorder(output, true)?],
+            convolution: self.primitive.memories(tensors)?,
+        })
+    }
+
+    fn idle(&self) -> MutexGuard<'_, Vec<Objects>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -362,14 +420,17 @@ fn plain_tensors(onednn: &OneDnn, problem: &ConvProblem) -> Result<[MemoryDesc; 
 }
 
 impl Convolution {
-    /// Runs on the calling thread, with as many OpenMP threads as the plan was made with.
+    /// Runs on the calling thread.
     fn run(&self, inputs: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
         assert!(workspace.len() >= self.workspace_len, "oneDNN's workspace is too short");
         let lens = [inputs[0].len(), inputs[1].len(), output.len()];
-        for (tensor, len) in [&self.inputs[0], &self.inputs[1], &self.output].into_iter().zip(lens) {
+        for (tensor, len) in self.tensors().into_iter().zip(lens) {
             let bytes = tensor.plain.layout().bytes(self.onednn);
             assert!(bytes <= len * size_of::<f32>(), "oneDNN uses {bytes} bytes of {len} floats");
         }
+        let idle = self.idle().pop();
+        let mut objects = idle.map_or_else(|| self.objects(), Ok).unwrap_or_else(|error| panic!("{error}"));
+        let Objects { stream, reorders, convolution } = &mut objects;
         // oneDNN wants memory aligned to 64 bytes, a cache line.
         let workspace = aligned(workspace).as_mut_ptr();
         // SAFETY: `new` counted `workspace_len` as LINE more than the end of the last place that it gave out, and the aligned
@@ -377,33 +438,28 @@ impl Convolution {
         let at = |offset: usize| unsafe { workspace.add(offset) };
         let scratch = at(self.scratch);
         let [a, b] = inputs.map(|input| input.as_ptr().cast_mut());
-        let [a, b, output] =
-            [(&self.inputs[0], a), (&self.inputs[1], b), (&self.output, output.as_mut_ptr())].map(
-                |(tensor, data)| {
-                    let needed = self.primitive.layout(tensor.role.1);
-                    let place = tensor.reorder.as_ref().map_or(data, |reorder| at(reorder.offset));
-                    let plain = Operand { layout: tensor.plain.layout(), data };
-                    (tensor, plain, Operand { layout: needed, data: place })
-                },
-            );
-        let work = |stream: &Stream| {
-            // SAFETY: the slices hold as many bytes as their plain layouts have. Where a tensor is reordered, its place in the
-            // workspace is as large as the primitive's layout of it (`Workspace::reorder`), else both layouts are equal; the
-            // scratch memory is as large as the most that any of these needs. These places follow each other, so none overlaps
-            // another, and what is written is in places of ours or in `output`, which is borrowed mutably. Inputs are only read.
-            unsafe {
-                for (tensor, plain, needed) in [a, b] {
-                    if let Some(reorder) = &tensor.reorder {
-                        reorder.primitive.copy(stream, plain, needed, scratch);
-                    }
-                }
-                let operands = [a, b, output].map(|(tensor, _, needed)| (tensor.role.0, needed));
-                self.primitive.execute(stream, operands, scratch);
-                if let (Tensor { reorder: Some(reorder), .. }, plain, needed) = output {
-                    reorder.primitive.copy(stream, needed, plain, scratch);
-                }
+        let plain = [a, b, output.as_mut_ptr()];
+        let [a, b, output] = self.tensors();
+        let place =
+            |tensor: &Tensor, plain| tensor.reorder.as_ref().map_or(plain, |reorder| at(reorder.offset));
+        let needed = [place(a, plain[0]), place(b, plain[1]), place(output, plain[2])];
+        let mut copies = self.tensors().into_iter().zip(reorders).enumerate();
+        let mut copy = |[from, to]: [&[*mut f32; 3]; 2], stream: &mut Stream| {
+            let (i, (tensor, memories)) = copies.next().expect("there are three tensors");
+            if let (Some(reorder), Some(memories)) = (&tensor.reorder, memories) {
+                // SAFETY: the slices hold as many bytes as their plain layouts have, and the tensor's place in the workspace is as large
+                // as the primitive's layout of it (`Workspace::reorder`). The scratch memory is as large as the most that any
+                // primitive here needs. These places follow each other, so none overlaps another. What is written is in them, or
+                // in `output`, which is borrowed mutably. `objects` made the memories for this primitive.
+                unsafe { reorder.primitive.execute(stream, memories, [from[i], to[i]], scratch) }
             }
         };
-        Stream::with(self.onednn, work);
+        copy([&plain, &needed], stream);
+        copy([&plain, &needed], stream);
+        // SAFETY: as above. Where a tensor is not reordered, both of its layouts are equal. Inputs are only read.
+        unsafe { self.primitive.execute(stream, convolution, needed, scratch) };
+        copy([&needed, &plain], stream);
+        stream.wait(self.onednn);
+        self.idle().push(objects);
     }
 }

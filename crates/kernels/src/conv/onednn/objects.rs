@@ -222,83 +222,101 @@ impl Primitive {
         self.layout(QUERY_SCRATCHPAD).bytes(self.onednn)
     }
 
-    /// Executes a reorder; see [`Primitive::execute`].
-    ///
-    /// # Safety
-    /// As for [`Primitive::execute`].
-    pub(super) unsafe fn copy(&self, stream: &Stream, from: Operand<'_>, to: Operand<'_>, scratch: *mut f32) {
-        // SAFETY: the caller promises for these operands and the scratch what `execute` asks for.
-        unsafe { self.execute(stream, [(ARG_FROM, from), (ARG_TO, to)], scratch) }
+    /// Memory objects for [`Primitive::execute`]: for tensors that lie like this, each with oneDNN's number for it.
+    pub(super) fn memories<const N: usize>(
+        &self,
+        tensors: [(c_int, Layout<'_>); N],
+    ) -> Result<Memories<N>, String> {
+        let (common, engine) = (&self.onednn.common, self.onednn.engine.handle);
+        let memory = |layout: Layout<'_>| {
+            let create = |memory| {
+                // SAFETY: `memory` is where `Owned::create` wants the handle. The layout borrows its descriptor's owner, and the
+                // engine lives as long as `onednn`. The object is made without an address of data.
+                unsafe { (common.memory_create)(memory, layout.address, engine, null_mut()) }
+            };
+            Owned::create("dnnl_memory_create", common.memory_destroy, create)
+        };
+        let mut owned = Vec::with_capacity(N + 1);
+        for (_, layout) in tensors {
+            owned.push(memory(layout)?);
+        }
+        if self.scratch_bytes() > 0 {
+            owned.push(memory(self.layout(QUERY_SCRATCHPAD))?);
+        }
+        Ok(Memories { numbers: tensors.map(|(number, _)| number), owned })
     }
 
-    /// Runs the kernel on `operands`, each with oneDNN's number for it.
+    /// Memory objects for a reorder, as [`Primitive::memories`].
+    pub(super) fn memories_of_copy(&self, from: Layout<'_>, to: Layout<'_>) -> Result<Memories<2>, String> {
+        self.memories([(ARG_FROM, from), (ARG_TO, to)])
+    }
+
+    /// Runs the kernel on tensors whose data lie at these addresses.
     ///
     /// # Safety
-    /// Each operand's memory must hold as many bytes as its layout says, be writable where the kernel writes, and
-    /// overlap no other; `scratch` must have [`Primitive::scratch_bytes`].
+    /// `memories` must be this primitive's. Each address must be that of as many bytes as the tensor's layout says, writable where the
+    /// kernel writes, which overlap no other; `scratch` must have [`Primitive::scratch_bytes`].
     ///
     /// # Panics
     /// If oneDNN reports an error: creating the primitive was the proof that it runs, so memory must have run out.
     pub(super) unsafe fn execute<const N: usize>(
         &self,
-        stream: &Stream,
-        operands: [(c_int, Operand<'_>); N],
+        stream: &mut Stream,
+        memories: &mut Memories<N>,
+        data: [*mut f32; N],
         scratch: *mut f32,
     ) {
         let common = &self.onednn.common;
-        let scratch = (self.scratch_bytes() > 0)
-            .then(|| (ARG_SCRATCHPAD, Operand { layout: self.layout(QUERY_SCRATCHPAD), data: scratch }));
-        let memory = |operand: &Operand<'_>| {
-            let engine = self.onednn.engine.handle;
-            let create = |memory| {
-                // SAFETY: `memory` is where `Owned::create` wants the handle. The operand's layout borrows its descriptor's
-                // owner, and the engine lives as long as `onednn`. The data's address is only stored.
-                unsafe { (common.memory_create)(memory, operand.layout.address, engine, operand.data.cast()) }
-            };
-            Owned::create("dnnl_memory_create", common.memory_destroy, create)
-                .unwrap_or_else(|e| panic!("{e}"))
-        };
-        let memories: Vec<(c_int, Owned)> =
-            operands.iter().chain(&scratch).map(|(arg, operand)| (*arg, memory(operand))).collect();
-        let args: Vec<ExecArg> =
-            memories.iter().map(|(arg, memory)| ExecArg { arg: *arg, memory: memory.handle }).collect();
+        let mut args = [const { ExecArg { arg: ARG_SCRATCHPAD, memory: null_mut() } }; MOST_TENSORS + 1];
+        let numbers = memories.numbers.into_iter().chain([ARG_SCRATCHPAD]);
+        let data = data.into_iter().chain([scratch]);
+        for (((memory, arg), data), to) in memories.owned.iter().zip(numbers).zip(data).zip(&mut args) {
+            // SAFETY: the object is alive, and nobody else has it: `memories` is borrowed mutably. In version 2 the function may
+            // write to the data, which is what the caller promises.
+            let status = unsafe { (common.memory_set_data_handle)(memory.handle, data.cast()) };
+            check("dnnl_memory_set_data_handle", status).unwrap_or_else(|error| panic!("{error}"));
+            *to = ExecArg { arg, memory: memory.handle };
+        }
         // SAFETY: the primitive, the stream and the memory objects are alive, and `args` has `count` entries. The memory that
-        // they describe is as large and as little shared as the caller promises; no one else has the stream, which never leaves
-        // the thread that made it.
+        // they describe is as large and as little shared as the caller promises; no one else has the stream, which is borrowed mutably.
         let status = unsafe {
-            let count = args.len() as c_int;
+            let count = memories.owned.len() as c_int;
             (common.primitive_execute)(self.primitive.handle, stream.0.handle, count, args.as_ptr())
         };
         check("dnnl_primitive_execute", status).unwrap_or_else(|error| panic!("{error}"));
     }
 }
 
-/// A tensor's memory and how it lies there.
-#[derive(Clone, Copy)]
-pub(super) struct Operand<'a> {
-    pub(super) layout: Layout<'a>,
-    pub(super) data: *mut f32,
+/// The tensors of the primitives that are used, at most.
+const MOST_TENSORS: usize = 3;
+
+/// The memory objects of a primitive's tensors, and of its scratch memory if it needs any. The addresses of the data are set in each run.
+pub(super) struct Memories<const N: usize> {
+    /// oneDNN's numbers for the tensors.
+    numbers: [c_int; N],
+    owned: Vec<Owned>,
 }
 
 /// Executes primitives in order.
 pub(super) struct Stream(Owned);
 
 impl Stream {
-    /// Calls `work` with a stream and returns when everything that it started is done.
-    ///
-    /// # Panics
-    /// If oneDNN reports an error.
-    pub(super) fn with(onednn: &OneDnn, work: impl FnOnce(&Stream)) {
+    pub(super) fn new(onednn: &OneDnn) -> Result<Stream, String> {
         let common = &onednn.common;
         let create = |stream| {
             // SAFETY: `stream` is where `Owned::create` wants the handle; the engine lives as long as `onednn`.
             unsafe { (common.stream_create)(stream, onednn.engine.handle, IN_ORDER) }
         };
-        let stream = Owned::create("dnnl_stream_create", common.stream_destroy, create);
-        let stream = Stream(stream.unwrap_or_else(|error| panic!("{error}")));
-        work(&stream);
-        // SAFETY: the handle is that of a stream, of which `stream` is the owner.
-        let status = unsafe { (common.stream_wait)(stream.0.handle) };
+        Ok(Stream(Owned::create("dnnl_stream_create", common.stream_destroy, create)?))
+    }
+
+    /// Returns when everything that was started on it is done.
+    ///
+    /// # Panics
+    /// If oneDNN reports an error.
+    pub(super) fn wait(&mut self, onednn: &OneDnn) {
+        // SAFETY: the handle is that of a stream, of which `self` is the owner.
+        let status = unsafe { (onednn.common.stream_wait)(self.0.handle) };
         check("dnnl_stream_wait", status).unwrap_or_else(|error| panic!("{error}"));
     }
 }

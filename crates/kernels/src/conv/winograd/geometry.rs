@@ -141,7 +141,10 @@ impl<F: Filter, T: Number> Geometry<F, T> {
             phase.first[d] + self.stride * at
         };
         let place = |r, s| [r * F::TAPS + s, tap(0, r) * self.kernel[1] + tap(1, s)];
-        (0..phase.taps[0]).flat_map(|r| (0..phase.taps[1]).map(move |s| place(r, s))).collect()
+        // Of a known length: it is made in tasks, and a vector that grows has threads wait for each other in the allocator.
+        let mut places = Vec::with_capacity(phase.taps[0] * phase.taps[1]);
+        places.extend((0..phase.taps[0]).flat_map(|r| (0..phase.taps[1]).map(move |s| place(r, s))));
+        places
     }
 
     /// The phases that have products of a point.
