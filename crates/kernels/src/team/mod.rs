@@ -20,8 +20,6 @@ use sync::{
 /// A team of helpers; they end when it is dropped.
 pub(crate) struct Team {
     shared: Arc<Shared>,
-    /// The process that has the helpers: after a fork, the child has none.
-    process: u32,
 }
 
 type Job = *const (dyn Fn() + Sync);
@@ -29,6 +27,8 @@ type Job = *const (dyn Fn() + Sync);
 type Payload = Box<dyn Any + Send>;
 
 struct Shared {
+    /// The process that has the helpers: after a fork, the child has none.
+    process: u32,
     /// A [`State`].
     state: AtomicU64,
     /// The job; helpers read it only between entering and leaving.
@@ -89,8 +89,8 @@ impl Team {
     /// A team of `helpers` threads, 1 to 1023. Each runs `prepare` first.
     pub(crate) fn new(helpers: usize, prepare: fn()) -> std::io::Result<Team> {
         let team = Team {
-            process: std::process::id(),
             shared: Arc::new(Shared {
+                process: std::process::id(),
                 state: AtomicU64::new(0),
                 job: UnsafeCell::new(None),
                 left: AtomicUsize::new(0),
@@ -118,10 +118,10 @@ impl Team {
     /// Runs `job` on the calling thread, and on up to `helpers` others at the same time; returns when all have left it.
     ///
     /// If the team already has a job, from another thread or around this call, only the calling thread runs `job`. So it does in a
-    /// process that was forked, where the helpers do not exist.
+    /// process that was forked, where no helper comes.
     pub(crate) fn run(&self, helpers: usize, job: &(dyn Fn() + Sync)) {
         let shared = &*self.shared;
-        if self.is_forked() || shared.taken.swap(true, Ordering::Acquire) {
+        if shared.taken.swap(true, Ordering::Acquire) {
             return job();
         }
         shared.open(helpers, job);
@@ -144,32 +144,28 @@ impl Team {
 impl Team {
     /// Makes the calling thread a helper until `goes_on` is false. It never sleeps, and for each such guest a job wakes one helper less.
     pub(crate) fn help_while(&self, goes_on: &dyn Fn() -> bool) {
-        if self.is_forked() {
+        if self.shared.is_forked() {
             return;
         }
         self.shared.guests.fetch_add(1, Ordering::Relaxed);
         self.shared.help(Some(goes_on));
         self.shared.guests.fetch_sub(1, Ordering::Relaxed);
     }
-
-    /// Whether this is a copy that a fork made, whose helpers do not exist.
-    fn is_forked(&self) -> bool {
-        std::process::id() != self.process
-    }
 }
 
 impl Drop for Team {
     fn drop(&mut self) {
-        // In a forked process a lock may be held by a thread that does not exist.
-        if self.is_forked() {
-            return;
-        }
         self.shared.state.fetch_or(State::ENDED, Ordering::Release);
         self.shared.wake_up(usize::MAX);
     }
 }
 
 impl Shared {
+    /// Whether this is a copy that a fork made, whose helpers do not exist.
+    fn is_forked(&self) -> bool {
+        std::process::id() != self.process
+    }
+
     fn open(&self, helpers: usize, job: &(dyn Fn() + Sync)) {
         let job: *const (dyn Fn() + Sync + '_) = job;
         // SAFETY: only the lifetime changes. The pointer is followed by helpers that have entered, and `close` waits for
@@ -197,7 +193,9 @@ impl Shared {
         // A read-modify-write that adds 0, so that it is ordered with the `fetch_add` of a helper that falls asleep. Either
         // this one comes second and counts that helper, or the helper's comes second and the helper sees the new state.
         let sleeping = self.sleeping.fetch_add(0, Ordering::AcqRel).min(helpers);
-        if sleeping > 0 {
+        // In a forked process a helper that does not exist may hold the lock. It is asked only here, since it takes as long as a part of a
+        // small kernel.
+        if sleeping > 0 && !self.is_forked() {
             // A helper that is counted as asleep but does not wait yet holds this lock until it waits.
             drop(self.asleep.lock().unwrap_or_else(PoisonError::into_inner));
             (0..sleeping).for_each(|_| self.wake.notify_one());
