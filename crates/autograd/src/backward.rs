@@ -278,7 +278,7 @@ impl Walk<'_, '_> {
     }
 
     fn finish(&mut self, leaf: u64, gradient: Tensor) {
-        let gradient = gradient.with_history(History::Gradient(self.sources[&leaf]));
+        let gradient = gradient.into_history(History::Gradient(self.sources[&leaf]));
         self.complete.by_leaf.insert(leaf, gradient);
     }
 
@@ -344,5 +344,5 @@ fn add(sum: Tensor, gradient: Tensor) -> Result<Tensor> {
     let mut sum = sum;
     let cpu = sum.device().compute().clone();
     sum.update_elements(|sum| Ok(elementwise::add_assign(&cpu, gradient.elements()?, sum)?))?;
-    Ok(sum.with_history(history))
+    Ok(sum.into_history(history))
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use convoke_kernels::{DType, MemoryFormat};
 
 use crate::mode::{self, Mode};
-use crate::tensor::History;
+use crate::tensor::{History, Shape};
 use crate::widened::Widened;
 use crate::{Device, Error, Operation, Result, Tensor, trace};
 
@@ -182,6 +182,10 @@ pub fn apply_with_saved<F: Function, R>(
     let mut output = widened.output(output)?;
     drop(span);
     if mode::is_traced() {
+        // A function may return its input. In a trace the output is another tensor.
+        if inputs.iter().any(|input| output.is(input)) {
+            output = output.detach();
+        }
         if let Some(composed) = mode::no_grad(|| function.compose(inputs))? {
             output = composed;
         }
@@ -194,7 +198,7 @@ pub fn apply_with_saved<F: Function, R>(
     let call = Call { function, saved, needs, widened };
     let node =
         Node::new(operation, Box::new(call), inputs.iter().map(|&input| Edge::to(input)).collect(), &output);
-    Ok((output.with_history(History::Node(Arc::new(node))), extra))
+    Ok((output.into_history(History::Node(Arc::new(node))), extra))
 }
 
 /// Opens a `tracing` span for an operation's pass; dropping it ends the span.
@@ -216,7 +220,7 @@ pub(crate) struct Node {
 /// A description of a tensor, to check its gradient and convert it to the same format.
 #[derive(Clone)]
 pub(crate) struct Described {
-    shape: Vec<usize>,
+    shape: Shape,
     format: MemoryFormat,
     dtype: DType,
     device: Device,
@@ -225,7 +229,7 @@ pub(crate) struct Described {
 impl Described {
     pub(crate) fn of(tensor: &Tensor) -> Described {
         Described {
-            shape: tensor.shape().to_vec(),
+            shape: tensor.shape().into(),
             format: tensor.format(),
             dtype: tensor.dtype(),
             device: tensor.device().clone(),
@@ -238,7 +242,7 @@ impl Described {
 
     /// `gradient` in this format, if it has this shape, type and device.
     pub(crate) fn accept(&self, gradient: &Tensor, operation: &'static str) -> Result<Tensor> {
-        let fits = gradient.shape() == self.shape && gradient.dtype() == self.dtype;
+        let fits = gradient.shape() == &self.shape[..] && gradient.dtype() == self.dtype;
         if !fits || *gradient.device() != self.device {
             let reason = format!("gave the gradient {gradient:?} for {} {:?}", self.dtype, self.shape);
             return Err(Error::BadGradient { operation, reason });

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use convoke_kernels::memory_format::{self, Extent};
 use convoke_kernels::{DType, MemoryFormat, Slice, SliceMut, Stored, convert};
+use smallvec::SmallVec;
 
 use crate::error::invalid;
 use crate::function::Node;
@@ -26,9 +27,12 @@ pub struct Tensor {
     inner: Arc<Inner>,
 }
 
+/// The sizes of the dimensions. A tensor is made for each operation, so those of the usual number lie within it.
+pub(crate) type Shape = SmallVec<[usize; 5]>;
+
 struct Inner {
     storage: Arc<Storage>,
-    shape: Vec<usize>,
+    shape: Shape,
     format: MemoryFormat,
     device: Device,
     history: History,
@@ -46,6 +50,14 @@ pub(crate) enum History {
     Node(Arc<Node>),
     /// A gradient computed by the backward of this operation: a derivative of it is an error.
     Gradient(&'static str),
+}
+
+impl History {
+    /// A leaf of its own.
+    fn new_leaf() -> History {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        History::Leaf(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
 }
 
 /// The number of elements of a shape.
@@ -146,7 +158,7 @@ impl Tensor {
         Ok(Tensor {
             inner: Arc::new(Inner {
                 storage: Arc::new(storage),
-                shape: shape.to_vec(),
+                shape: shape.into(),
                 format: usable_format(shape, format)?,
                 device: device.clone(),
                 history: History::None,
@@ -222,6 +234,17 @@ impl Tensor {
         self.with_inner(|inner| inner.history = history)
     }
 
+    /// As [`Tensor::with_history`], without a new tensor if this one has no clone.
+    pub(crate) fn into_history(mut self, history: History) -> Tensor {
+        match Arc::get_mut(&mut self.inner) {
+            Some(inner) => {
+                inner.history = history;
+                self
+            }
+            None => self.with_history(history),
+        }
+    }
+
     /// The same elements in another shape of equal length, without history. Contiguous tensors only.
     pub(crate) fn reshaped(&self, shape: &[usize]) -> Tensor {
         self.relabeled(shape, MemoryFormat::Contiguous)
@@ -231,7 +254,7 @@ impl Tensor {
     pub(crate) fn relabeled(&self, shape: &[usize], format: MemoryFormat) -> Tensor {
         debug_assert_eq!(self.len(), shape.iter().product::<usize>());
         self.with_inner(|inner| {
-            inner.shape = shape.to_vec();
+            inner.shape = shape.into();
             inner.format = format;
             inner.history = History::None;
         })
@@ -241,7 +264,7 @@ impl Tensor {
     pub(crate) fn viewed(&self, shape: &[usize]) -> Tensor {
         debug_assert_eq!(self.len(), shape.iter().product::<usize>());
         self.with_inner(|inner| {
-            inner.shape = shape.to_vec();
+            inner.shape = shape.into();
             inner.history = History::None;
         })
     }
@@ -260,13 +283,17 @@ impl Tensor {
 
     /// A leaf with these elements: `backward` will give its gradient.
     pub fn with_grad(&self) -> Tensor {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        self.with_history(History::Leaf(NEXT.fetch_add(1, Ordering::Relaxed)))
+        self.with_history(History::new_leaf())
     }
 
     /// A constant with these elements: gradients stop here.
     pub fn detach(&self) -> Tensor {
         self.with_history(History::None)
+    }
+
+    /// As [`Tensor::detach`], but a clone of this tensor if it is a constant.
+    pub(crate) fn constant(&self) -> Tensor {
+        if self.requires_grad() { self.detach() } else { self.clone() }
     }
 
     /// Whether `backward` reaches this tensor.
@@ -367,13 +394,13 @@ impl Tensor {
                 inner.history = History::None;
                 inner.storage = Arc::new(storage);
             }),
-            None => self.detach(),
+            None => self.constant(),
         }
     }
 
     /// The tensor as a constant, without its elements if they are only numbers of another type converted: see [`Tensor::keep`].
     pub(crate) fn keep_unconverted(&self) -> Tensor {
-        if self.inner.storage.is_converted() { self.keep() } else { self.detach() }
+        if self.inner.storage.is_converted() { self.keep() } else { self.constant() }
     }
 
     /// Whether both are one tensor: clones of each other.
@@ -457,7 +484,10 @@ impl Tensor {
         let was_leaf = self.is_leaf();
         let result = change(self.elements_mut()?);
         if was_leaf {
-            *self = self.with_grad();
+            match Arc::get_mut(&mut self.inner) {
+                Some(inner) => inner.history = History::new_leaf(),
+                None => *self = self.with_grad(),
+            }
         }
         result
     }
@@ -527,7 +557,7 @@ impl Tensor {
     pub(crate) fn in_format(&self, format: MemoryFormat) -> Result<Tensor> {
         let format = usable_format(self.shape(), format)?;
         if format == self.format() {
-            return Ok(self.detach());
+            return Ok(self.constant());
         }
         let extent = self.extent("memory format")?;
         Tensor::build_elements((self.device(), self.dtype()), self.shape(), format, |out| {
@@ -538,7 +568,7 @@ impl Tensor {
     /// The nearest values of another type, without history; shares the elements if they already have that type.
     pub(crate) fn in_dtype(&self, dtype: DType) -> Result<Tensor> {
         if dtype == self.dtype() {
-            return Ok(self.detach());
+            return Ok(self.constant());
         }
         Tensor::build_elements((self.device(), dtype), self.shape(), self.format(), |out| {
             Ok(convert::convert(self.device().compute(), self.elements()?, out)?)

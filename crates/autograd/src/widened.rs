@@ -44,7 +44,7 @@ impl Widened {
     pub(crate) fn inputs(&self, inputs: &[&Tensor], needs: &Needs) -> Result<Vec<Tensor>> {
         let input = |(index, input): (usize, &&Tensor)| match self.of(index) {
             Some(_) => widen(input, needs),
-            None => Ok(input.detach()),
+            None => Ok(input.constant()),
         };
         inputs.iter().enumerate().map(input).collect()
     }

@@ -127,12 +127,19 @@ pub enum Part<'a> {
 }
 
 /// The parts of a module, by name.
-#[derive(Default)]
 pub struct Parts<'a> {
     parts: Vec<(String, Part<'a>)>,
+    /// Whether names are asked for; otherwise they are empty, and take no memory.
+    named: bool,
 }
 
 impl<'a> Parts<'a> {
+    fn of(module: &'a (impl Module + ?Sized), named: bool) -> Vec<(String, Part<'a>)> {
+        let mut parts = Parts { parts: Vec::with_capacity(8), named };
+        module.parts(&mut parts);
+        parts.parts
+    }
+
     /// Adds the parts of a field.
     pub fn add(&mut self, name: &str, field: &'a (impl Field + ?Sized)) {
         field.add_to(name, self);
@@ -140,7 +147,7 @@ impl<'a> Parts<'a> {
 
     /// Adds one part.
     pub fn push(&mut self, name: &str, part: Part<'a>) {
-        self.parts.push((name.to_owned(), part));
+        self.parts.push((if self.named { name.to_owned() } else { String::new() }, part));
     }
 }
 
@@ -209,7 +216,10 @@ impl<F: Field> Field for Option<F> {
 
 impl<F: Field> Field for [F] {
     fn add_to<'a>(&'a self, name: &str, parts: &mut Parts<'a>) {
-        self.iter().enumerate().for_each(|(index, field)| parts.add(&format!("{name}.{index}"), field));
+        for (index, field) in self.iter().enumerate() {
+            let name = if parts.named { format!("{name}.{index}") } else { String::new() };
+            parts.add(&name, field);
+        }
     }
 
     fn fold(&mut self) -> Result<usize> {
@@ -291,12 +301,13 @@ pub trait ModuleExt: Module {
     /// then its child modules, each followed by that child's parts.
     fn visit<'a>(&'a self, visit: &mut dyn FnMut(&str, Part<'a>));
 
+    /// As [`ModuleExt::visit`], without paths, which takes a fraction of the time.
+    fn visit_parts<'a>(&'a self, visit: &mut dyn FnMut(Part<'a>));
+
     /// The direct child modules, by name.
     fn children(&self) -> Vec<(String, &dyn Module)> {
-        let mut parts = Parts::default();
-        self.parts(&mut parts);
         let module = |(name, part)| if let Part::Module(module) = part { Some((name, module)) } else { None };
-        parts.parts.into_iter().filter_map(module).collect()
+        Parts::of(self, true).into_iter().filter_map(module).collect()
     }
 
     /// Everything in the tree that a checkpoint saves, by path.
@@ -335,7 +346,7 @@ pub trait ModuleExt: Module {
     /// The generators of the random numbers that forward draws. To repeat forward, restore these generators' states.
     fn generators(&self) -> Vec<Generator> {
         let mut found = Vec::new();
-        self.visit(&mut |_, part| {
+        self.visit_parts(&mut |part| {
             if let Part::Generator(generator) = part {
                 found.push(generator.clone());
             }
@@ -374,7 +385,7 @@ pub trait ModuleExt: Module {
     /// Fixes the running statistics of all batch norms in the tree while the model trains ("frozen" batch norm), or lets them
     /// take statistics from batches again. Their weights and biases are trained as before.
     fn freeze_batchnorm(&self, frozen: bool) {
-        self.visit(&mut |_, part| {
+        self.visit_parts(&mut |part| {
             if let Part::Statistics(mode) = part {
                 mode.set_frozen(frozen);
             }
@@ -386,7 +397,7 @@ pub trait ModuleExt: Module {
     ///
     /// In training every rank must then run the same layers in the same order, forward and backward.
     fn convert_sync_batchnorm(&self, communicator: Option<&Communicator>) {
-        self.visit(&mut |_, part| {
+        self.visit_parts(&mut |part| {
             if let Part::Statistics(mode) = part {
                 mode.set_communicator(communicator);
             }
@@ -396,34 +407,46 @@ pub trait ModuleExt: Module {
 
 impl<M: Module + ?Sized> ModuleExt for M {
     fn visit<'a>(&'a self, visit: &mut dyn FnMut(&str, Part<'a>)) {
-        visit_below(self, "", visit);
+        visit_below(self, Some(""), visit);
+    }
+
+    fn visit_parts<'a>(&'a self, visit: &mut dyn FnMut(Part<'a>)) {
+        visit_below(self, None, &mut |_, part| visit(part));
     }
 }
 
 fn set_training(module: &(impl Module + ?Sized), training: bool) {
-    module.visit(&mut |_, part| {
+    module.visit_parts(&mut |part| {
         if let Part::Training(mode) = part {
             mode.set(training);
         }
     });
 }
 
-fn visit_below<'a>(module: &'a (impl Module + ?Sized), path: &str, visit: &mut dyn FnMut(&str, Part<'a>)) {
-    let mut parts = Parts::default();
-    module.parts(&mut parts);
-    let (below, own): (Vec<_>, Vec<_>) =
-        parts.parts.into_iter().partition(|(_, part)| matches!(part, Part::Module(_)));
-    let within = |name: &str| if path.is_empty() { name.to_owned() } else { format!("{path}.{name}") };
-    for (name, part) in own {
+/// Visits the parts of a module at `path`; without a path, those below have none either.
+fn visit_below<'a>(
+    module: &'a (impl Module + ?Sized),
+    path: Option<&str>,
+    visit: &mut dyn FnMut(&str, Part<'a>),
+) {
+    let within = |name: &str| match path {
         // A part without a name belongs to the module itself.
-        let path = if name.is_empty() { path.to_owned() } else { within(&name) };
-        visit(&path, part);
+        Some(path) if !path.is_empty() && !name.is_empty() => format!("{path}.{name}"),
+        Some(path) if name.is_empty() => path.to_owned(),
+        Some(_) => name.to_owned(),
+        None => String::new(),
+    };
+    let parts = Parts::of(module, path.is_some());
+    for (name, part) in &parts {
+        if !matches!(part, Part::Module(_)) {
+            visit(&within(name), *part);
+        }
     }
-    for (name, part) in below {
-        let path = within(&name);
-        visit(&path, part);
+    for (name, part) in &parts {
         if let Part::Module(module) = part {
-            visit_below(module, &path, visit);
+            let below = within(name);
+            visit(&below, *part);
+            visit_below(*module, path.map(|_| &*below), visit);
         }
     }
 }

@@ -75,7 +75,7 @@ impl ParameterRules {
             }
         }
         if self.freeze_bn {
-            model.visit(&mut |_, part| {
+            model.visit_parts(&mut |part| {
                 if let Part::Affine(parameter) = part {
                     frozen.push(parameter);
                 }

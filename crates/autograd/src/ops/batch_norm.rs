@@ -99,10 +99,10 @@ impl Function for BatchNorm {
         let bias = self.bias.then(|| inputs[1 + usize::from(self.weight)]);
         let (y, layer) = Layer::forward(&self.block, x, weight, bias)?;
         let y = match self.block.recomputed && needs.any() {
-            true => y.with_recipe(Arc::new(OutputRecipe { x: x.detach(), layer: layer.clone() })),
+            true => y.with_recipe(Arc::new(OutputRecipe { x: x.constant(), layer: layer.clone() })),
             false => y,
         };
-        Ok((y, SavedBatchNorm { x: x.detach(), layer }))
+        Ok((y, SavedBatchNorm { x: x.constant(), layer }))
     }
 
     fn backward(

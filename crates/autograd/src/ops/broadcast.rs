@@ -214,7 +214,7 @@ impl Function for Binary {
             Kind::Pow | Kind::Max | Kind::Min => [needs.any(); 2],
         };
         let likes = [Like::of(a), Like::of(inputs[1])];
-        Ok((y, SavedBinary { a: of_a.then(|| a.detach()), b: of_b.then(|| b.detach()), likes }))
+        Ok((y, SavedBinary { a: of_a.then(|| a.constant()), b: of_b.then(|| b.constant()), likes }))
     }
 
     fn backward(&self, saved: SavedBinary, upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>> {

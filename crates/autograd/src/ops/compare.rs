@@ -87,7 +87,7 @@ impl Function for Choose {
         same_dtype(self.name(), inputs)?;
         let (shape, format) = broadcast_operands(self.name(), inputs)?;
         let y = Over { operation: self.name(), shape: &shape, format }.map(Map::Choose, operands)?;
-        Ok((y, (inputs[0].detach(), [1, 2].map(|input| Like::of(inputs[input])))))
+        Ok((y, (inputs[0].constant(), [1, 2].map(|input| Like::of(inputs[input])))))
     }
 
     fn backward(

@@ -152,7 +152,7 @@ impl Function for Conv2d {
         let convolution = self.options.tiled(self.name, x, &weight, bias.copied())?.in_lanes();
         let y = output(&convolution, x, &weight, bias.copied())?;
         // The weight as it came: a copy in the order of kernels would take memory until backward.
-        Ok((y, (x.keep(), inputs[1].detach())))
+        Ok((y, (x.keep(), inputs[1].constant())))
     }
 
     fn backward(&self, saved: Self::Saved, upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>> {

@@ -223,7 +223,7 @@ impl Function for Conv3d {
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {
         let bias = inputs.get(2).copied();
         let OfImages { slices, convolution, x, weight } = self.of_images(inputs[0], inputs[1], bias)?;
-        let saved = (inputs[0].keep(), inputs[1].detach());
+        let saved = (inputs[0].keep(), inputs[1].constant());
         let (format, transposed) = (inputs[0].format(), self.output_padding.is_some());
         if !transposed || slices.is_plain() {
             let y = output(&convolution, &x, &weight, bias)?;
@@ -293,7 +293,7 @@ fn windows(slices: &Slices, images: &Tensor) -> Result<Tensor> {
     }
     let [_, channels, height, width] = four_dimensions("windows", "tensor", images)?;
     let shape = [slices.windows(), channels.saturating_mul(slices.places()), height, width];
-    let recipe = Arc::new(Windows { slices: *slices, images: images.detach() });
+    let recipe = Arc::new(Windows { slices: *slices, images: images.constant() });
     let storage = Storage::deferred(images.dtype(), checked_len("windows", &shape)?, recipe);
     Tensor::of_storage(images.device(), &shape, MemoryFormat::ChannelsLast, storage)
 }

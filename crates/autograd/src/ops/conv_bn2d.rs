@@ -209,7 +209,7 @@ impl ConvBn {
         };
         let kept = forward.saved.needs_output().then(|| output.keep());
         // The weight as it came: a copy in the order of kernels would take memory until backward.
-        let weight = inputs[1].detach();
+        let weight = inputs[1].constant();
         Ok((
             output,
             SavedConvBn { block, of_block: forward.saved, x, weight, bias, gamma, beta, output: kept },

@@ -219,7 +219,7 @@ impl Function for ConvTranspose2d {
         let convolution = self.options.tiled(NAME, x, &weight, bias.copied())?.in_lanes();
         let y = output(&convolution, x, &weight, bias.copied())?;
         // As in `conv2d`: the weight as it came.
-        Ok((y, (x.keep(), inputs[1].detach())))
+        Ok((y, (x.keep(), inputs[1].constant())))
     }
 
     fn backward(&self, saved: Self::Saved, upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>> {

@@ -58,7 +58,7 @@ impl Function for PreluOp {
             let prelu = Prelu::new(&extent, slopes.elements()?)?;
             Ok(prelu.forward(x.device().compute(), x.elements()?, y)?)
         })?;
-        Ok((y, [x.keep(), slopes.detach()]))
+        Ok((y, [x.keep(), slopes.constant()]))
     }
 
     fn backward(

@@ -108,7 +108,7 @@ impl Reduce {
         // Batch and channels stay where they are in memory if only spatial axes go.
         let spatial = self.kept.iter().take(2).all(|&kept| kept) && shape.len() > 2;
         match (self.keep, spatial) {
-            (true, _) => Ok(y.detach()),
+            (true, _) => Ok(y.constant()),
             (false, true) => Ok(y.relabeled(shape, y.format())),
             (false, false) => contiguous_as(y, shape),
         }
@@ -147,7 +147,7 @@ impl Function for Reduce {
         let is_extreme = matches!(self.reduction.fold, Fold::Max | Fold::Min);
         let reads_x = is_extreme || self.reduction.fold == Fold::Product;
         let saved = SavedReduce {
-            x: (reads_x && needs.any()).then(|| x.detach()),
+            x: (reads_x && needs.any()).then(|| x.constant()),
             extreme: (is_extreme && needs.any()).then_some(y),
             shape: x.shape().to_vec(),
             format: x.format(),

@@ -58,7 +58,7 @@ impl Function for Loss {
             let (x, target) = (x.shape(), target.shape());
             return Err(invalid(self.name, format!("x is {x:?}, but the targets are {target:?}")));
         }
-        let (x, target) = (x.detach(), target.in_format(x.format())?);
+        let (x, target) = (x.constant(), target.in_format(x.format())?);
         let total = match x.device().is_dry() {
             true => 0.0,
             false => {

@@ -85,7 +85,7 @@ impl Network {
     /// The biases of the batch norms.
     pub(crate) fn norm_biases(&self) -> Vec<Parameter> {
         let mut found = Vec::new();
-        self.visit(&mut |_, part| {
+        self.visit_parts(&mut |part| {
             if let Part::Affine(parameter) = part {
                 found.push(parameter.clone());
             }

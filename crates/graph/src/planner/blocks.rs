@@ -19,7 +19,7 @@ pub fn find(model: &dyn Module) -> Vec<(String, &dyn FusedBlock)> {
 /// How each batch norm in a tree gets its statistics, whether or not it is part of a block.
 pub(super) fn norms(model: &dyn Module) -> Vec<&NormMode> {
     let mut found = Vec::new();
-    model.visit(&mut |_, part| {
+    model.visit_parts(&mut |part| {
         if let Part::Statistics(norm) = part {
             found.push(norm);
         }

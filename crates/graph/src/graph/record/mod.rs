@@ -181,7 +181,7 @@ pub(super) struct Evaluation {
 impl Evaluation {
     pub(super) fn begin(module: &dyn Module) -> Evaluation {
         let mut modes = Vec::new();
-        module.visit(&mut |_, part| {
+        module.visit_parts(&mut |part| {
             if let Part::Training(mode) = part {
                 modes.push((mode.clone(), mode.is_training()));
             }
