@@ -35,6 +35,8 @@ def compare(model: nn.Module, *inputs: torch.Tensor) -> nn.Module:
     """Forward and backward under autocast, in PyTorch and in convoke, against float32; gives the optimized model."""
     expected, found = pair(model)
     check_results([ran(each, inputs, enabled) for each, enabled in ((found, True), (expected, True), (copy.deepcopy(model), False))])
+    # It is asked for outside of autocast, and of every model.
+    torch_convoke.report(found)
     return found
 
 
@@ -74,6 +76,19 @@ def test_a_model_runs_here():
     assert in_convoke(found), reasons_of(captures(found))
     # Outside of autocast it computes in float32 again.
     assert found(images(dtype=torch.float32)).dtype == torch.float32
+
+
+def test_a_region_without_autocast_inside_a_model():
+    class Region(Small):
+        def forward(self, x):
+            x = self.relu(self.bn1(self.conv1(x)))
+            with autocast(False):
+                x = torch.exp(-x.float()).to(x.dtype)
+            return self.fc(self.bn2(self.conv2(x)).mean((2, 3)))
+
+    found = compare(Region(), images(dtype=torch.float32))
+    # Before the region and after it convoke runs.
+    assert in_convoke(found) >= 2, reasons_of(captures(found))
 
 
 def test_precision_is_autocast():

@@ -77,8 +77,9 @@ def test_what_is_no_size_is_refused(text):
         torch_convoke.optimize(small(), memory_budget=text)
 
 
-def test_at_most_half_of_what_pytorch_keeps_is_kept(x):
-    model = torch_convoke.optimize(small())
+@pytest.mark.parametrize("precision", ["f32", "bf16"])
+def test_at_most_half_of_what_pytorch_keeps_is_kept(x, precision):
+    model = torch_convoke.optimize(small(), precision=precision)
     train(model, x, 1)
     (subgraph,) = _optimize.backend_of(model).captured[0].subgraphs
     (specialization,) = subgraph.specializations.values()
@@ -91,11 +92,13 @@ def test_at_most_half_of_what_pytorch_keeps_is_kept(x):
         counted.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+    with autocast, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = reference(x)
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in counted}
     expected = sum(size for key, size in storages.items() if key not in own)
-    assert theirs == expected
+    # A weight that autocast has converted may be shared there.
+    assert theirs == expected if precision == "f32" else abs(theirs - expected) <= expected // 1000
     after, peak = torch_convoke._engine.step_memory(specialization.engine, [specialization.step])
     assert 0 < after <= theirs / 2 and after < peak
     del loss

@@ -128,7 +128,9 @@ def saved_by_pytorch(subgraph: Any, sizes: dict[Any, int]) -> int:
             if subgraph.kinds[node] != "input":
                 own.add(fake.untyped_storage()._cdata)
             args.append(fake)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        # As where it stands: a report is asked for outside.
+        autocast = torch.autocast("cpu", subgraph.autocast or torch.bfloat16, enabled=subgraph.autocast is not None)
+        with autocast, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = subgraph.module(*args)
         del outputs
     return sum(size for key, size in storages.items() if key not in own)

@@ -30,6 +30,8 @@ class Regions:
     def __init__(self, graph: torch.fx.Graph):
         #: Whether gradients are recorded, for nodes in a region of their own such as `torch.no_grad()`.
         self.grad: dict[torch.fx.Node, bool] = {}
+        #: The type that autocast computes in; None where it is off.
+        self.autocast: dict[torch.fx.Node, torch.dtype | None] = {}
         #: Why nodes stay in PyTorch.
         self.reasons: dict[torch.fx.Node, str] = {}
         #: The nodes that all others keep their place to.
@@ -43,7 +45,7 @@ class Regions:
             if node.target is _SET_GRAD_ENABLED:
                 grad = bool(node.args[0])
                 continue
-            self.grad[node] = grad
+            self.grad[node], self.autocast[node] = grad, autocast[-1]
             if node.op == "call_function" and _STATEFUL.search(name):
                 self.barriers.add(node)
                 if "enter_autocast" in name:

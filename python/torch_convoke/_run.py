@@ -419,6 +419,8 @@ class Subgraph(torch.nn.Module):
         self.__dict__["module"] = part.module
         self.name = part.name
         self.dtype = support.dtype
+        #: The type that autocast computes in where it stands; None where it is off.
+        self.autocast = support.autocast[part.nodes[0]]
         self.threads = threads
         nodes = list(part.module.graph.nodes)
         self.placeholders = [node for node in nodes if node.op == "placeholder"]
