@@ -114,7 +114,8 @@ mod tests {
         let written = |band: &Band| if pass == Pass::BackwardData { band.x.clone() } else { band.y.clone() };
         let mut sum: Vec<_> = bands.iter().flat_map(pairs).collect();
         let mut whole = pairs(&Band::whole(axis));
-        (sum.sort(), whole.sort());
+        sum.sort();
+        whole.sort();
         assert_eq!(sum, whole, "{axis:?}, {pass:?}: {bands:?}");
         let rows: Vec<_> = bands.iter().flat_map(written).collect();
         let all = written(&Band::whole(axis));
