@@ -53,7 +53,6 @@ pub(crate) enum History {
 }
 
 impl History {
-    /// A leaf of its own.
     fn new_leaf() -> History {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         History::Leaf(NEXT.fetch_add(1, Ordering::Relaxed))
@@ -236,13 +235,11 @@ impl Tensor {
 
     /// As [`Tensor::with_history`], without a new tensor if this one has no clone.
     pub(crate) fn into_history(mut self, history: History) -> Tensor {
-        match Arc::get_mut(&mut self.inner) {
-            Some(inner) => {
-                inner.history = history;
-                self
-            }
-            None => self.with_history(history),
+        if let Some(inner) = Arc::get_mut(&mut self.inner) {
+            inner.history = history;
+            return self;
         }
+        self.with_history(history)
     }
 
     /// The same elements in another shape of equal length, without history. Contiguous tensors only.
@@ -483,11 +480,8 @@ impl Tensor {
     pub fn update_elements(&mut self, change: impl FnOnce(SliceMut<'_>) -> Result<()>) -> Result<()> {
         let was_leaf = self.is_leaf();
         let result = change(self.elements_mut()?);
-        if was_leaf {
-            match Arc::get_mut(&mut self.inner) {
-                Some(inner) => inner.history = History::new_leaf(),
-                None => *self = self.with_grad(),
-            }
+        if let Some(inner) = Arc::get_mut(&mut self.inner).filter(|_| was_leaf) {
+            inner.history = History::new_leaf();
         }
         result
     }
