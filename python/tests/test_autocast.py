@@ -35,7 +35,7 @@ def compare(model: nn.Module, *inputs: torch.Tensor) -> nn.Module:
     """Forward and backward under autocast, in PyTorch and in convoke, against float32; gives the optimized model."""
     expected, found = pair(model)
     check_results([ran(each, inputs, enabled) for each, enabled in ((found, True), (expected, True), (copy.deepcopy(model), False))])
-    # It is asked for outside of autocast, and of every model.
+    # Every model has a report, which users ask for outside of autocast.
     torch_convoke.report(found)
     return found
 

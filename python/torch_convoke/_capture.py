@@ -322,6 +322,7 @@ class Support:
         graph = writes.graph
         self.kinds = kinds_of(graph)
         self.names = unique_names(graph.nodes)
+        #: The type that autocast computes in, by node.
         self.autocast = regions.autocast
         self.dtype = self._dtype(graph)
         self.reasons: dict[torch.fx.Node, str] = {}

@@ -128,7 +128,7 @@ def saved_by_pytorch(subgraph: Any, sizes: dict[Any, int]) -> int:
             if subgraph.kinds[node] != "input":
                 own.add(fake.untyped_storage()._cdata)
             args.append(fake)
-        # As where it stands: a report is asked for outside.
+        # The autocast of the place of the subgraph: whoever asks for a report stands outside of it.
         autocast = torch.autocast("cpu", subgraph.autocast or torch.bfloat16, enabled=subgraph.autocast is not None)
         with autocast, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = subgraph.module(*args)

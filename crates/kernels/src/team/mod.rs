@@ -193,8 +193,8 @@ impl Shared {
         // A read-modify-write that adds 0, so that it is ordered with the `fetch_add` of a helper that falls asleep. Either
         // this one comes second and counts that helper, or the helper's comes second and the helper sees the new state.
         let sleeping = self.sleeping.fetch_add(0, Ordering::AcqRel).min(helpers);
-        // In a forked process a helper that does not exist may hold the lock. It is asked only here, since it takes as long as a part of a
-        // small kernel.
+        // In a forked process a helper that does not exist may hold the lock. The system is asked for the process only here, because the
+        // call takes as long as a part of a small kernel.
         if sleeping > 0 && !self.is_forked() {
             // A helper that is counted as asleep but does not wait yet holds this lock until it waits.
             drop(self.asleep.lock().unwrap_or_else(PoisonError::into_inner));

@@ -24,7 +24,7 @@ impl Band {
         if count == 1 {
             return Some(vec![Band::whole(axis)]);
         }
-        let cut = |rows: usize, band: usize| (rows as u128 * band as u128 / count as u128) as usize;
+        let cut = |rows: usize, band: usize| rows * band / count;
         let band = |band: usize| match pass {
             Pass::Forward | Pass::BackwardWeights => {
                 Band::of_outputs(axis, cut(axis.output(), band)..cut(axis.output(), band + 1))

@@ -8,6 +8,8 @@ mod bands;
 mod binding;
 mod objects;
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ffi::c_int;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -169,20 +171,17 @@ impl Parts {
         let count = threads.min(problem.batch);
         let bands = bands(problem, pass, threads.div_ceil(problem.batch));
         let mut parts: Vec<Part> = Vec::with_capacity(count * bands.len());
-        let mut made: Vec<(ConvProblem, Arc<Convolution>)> = Vec::new();
+        let mut convolutions: HashMap<ConvProblem, Arc<Convolution>> = HashMap::new();
         for part in 0..count {
-            let image = |part: usize| (problem.batch as u128 * part as u128 / count as u128) as usize;
-            let images = image(part)..image(part + 1);
+            let images = problem.batch * part / count..problem.batch * (part + 1) / count;
             for band in &bands {
                 let change = |spec: &mut ConvSpec| (spec.batch, spec.height) = (images.len(), band.axis);
-                let part = problem.with(change).map_err(|error| error.to_string())?;
-                let known = made.iter().find(|(known, _)| *known == part).map(|(_, known)| known.clone());
-                let convolution = match known {
-                    Some(known) => known,
-                    None => {
-                        let new = onednn.on_one_thread(|| Convolution::new(onednn, &part, pass))?;
-                        made.push((part, Arc::new(new)));
-                        made[made.len() - 1].1.clone()
+                let own = problem.with(change).map_err(|error| error.to_string())?;
+                let convolution = match convolutions.entry(own) {
+                    Entry::Occupied(known) => known.get().clone(),
+                    Entry::Vacant(place) => {
+                        let new = onednn.on_one_thread(|| Convolution::new(onednn, &own, pass))?;
+                        place.insert(Arc::new(new)).clone()
                     }
                 };
                 let place = |len: usize, height: usize, rows: &Range<usize>| {
@@ -224,8 +223,9 @@ impl Parts {
     }
 }
 
-/// Bands of an image's rows, `count` if they lie one after the other in memory and there are so many. Where all of a kernel may lie in
-/// padding, nothing is cut: for bands with millions of such columns oneDNN takes half a minute to make a plan.
+/// The bands that an image is cut into: `count`, or one if the image cannot be cut. In contiguous format an image is not cut, because its
+/// rows do not lie together. With padding as large as the kernel it is not cut either, because oneDNN needs half a minute to plan a
+/// band with millions of columns of padding.
 fn bands(problem: &ConvProblem, pass: Pass, count: usize) -> Vec<Band> {
     let apart = problem.format == MemoryFormat::Contiguous
         && (problem.input_shape()[1] > 1 || problem.output_shape()[1] > 1);
@@ -283,7 +283,7 @@ struct Convolution {
 /// What belongs to one run at a time.
 struct Objects {
     stream: Stream,
-    /// Of the reorders of both inputs and of the output.
+    /// The memory objects of the reorders of both inputs and of the output.
     reorders: [Option<Memories<2>>; 3],
     convolution: Memories<3>,
 }
@@ -439,26 +439,23 @@ impl Convolution {
         let scratch = at(self.scratch);
         let [a, b] = inputs.map(|input| input.as_ptr().cast_mut());
         let plain = [a, b, output.as_mut_ptr()];
-        let [a, b, output] = self.tensors();
-        let place =
-            |tensor: &Tensor, plain| tensor.reorder.as_ref().map_or(plain, |reorder| at(reorder.offset));
-        let needed = [place(a, plain[0]), place(b, plain[1]), place(output, plain[2])];
-        let mut copies = self.tensors().into_iter().zip(reorders).enumerate();
-        let mut copy = |[from, to]: [&[*mut f32; 3]; 2], stream: &mut Stream| {
-            let (i, (tensor, memories)) = copies.next().expect("there are three tensors");
-            if let (Some(reorder), Some(memories)) = (&tensor.reorder, memories) {
+        let tensors = self.tensors();
+        let needed =
+            [0, 1, 2].map(|i| tensors[i].reorder.as_ref().map_or(plain[i], |reorder| at(reorder.offset)));
+        let mut copy = |i: usize, [from, to]: [*mut f32; 2], stream: &mut Stream| {
+            if let (Some(reorder), Some(memories)) = (&tensors[i].reorder, &mut reorders[i]) {
                 // SAFETY: the slices hold as many bytes as their plain layouts have, and the tensor's place in the workspace is as large
                 // as the primitive's layout of it (`Workspace::reorder`). The scratch memory is as large as the most that any
                 // primitive here needs. These places follow each other, so none overlaps another. What is written is in them, or
                 // in `output`, which is borrowed mutably. `objects` made the memories for this primitive.
-                unsafe { reorder.primitive.execute(stream, memories, [from[i], to[i]], scratch) }
+                unsafe { reorder.primitive.execute(stream, memories, [from, to], scratch) }
             }
         };
-        copy([&plain, &needed], stream);
-        copy([&plain, &needed], stream);
+        copy(0, [plain[0], needed[0]], stream);
+        copy(1, [plain[1], needed[1]], stream);
         // SAFETY: as above. Where a tensor is not reordered, both of its layouts are equal. Inputs are only read.
         unsafe { self.primitive.execute(stream, convolution, needed, scratch) };
-        copy([&needed, &plain], stream);
+        copy(2, [needed[2], plain[2]], stream);
         stream.wait(self.onednn);
         self.idle().push(objects);
     }
